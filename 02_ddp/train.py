@@ -14,8 +14,8 @@ import os
 import resource
 import signal
 import sys
-import sysconfig
 import time
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils import checkpoint, data
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the repository root, searched last
 from common.process_group import UsageError, process_group  # copied this folder out? copy common/ beside it or into it
@@ -65,16 +64,12 @@ def check_args(args, dp_size):
         if not getattr(args, name) > 0:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is not above 0: use 1 or more")
     if args.dim % (2 * args.heads) or args.heads % args.kv_heads:
-        raise UsageError(
-            f"--dim {args.dim} must divide by 2 x --heads {args.heads}, these by --kv-heads {args.kv_heads}"
-        )
+        raise UsageError(f"{args.heads} heads must divide --dim {args.dim} / 2, and {args.kv_heads} kv-heads the heads")
     if args.batch % dp_size:
         raise UsageError(f"--batch {args.batch} is not divisible by {dp_size} data-parallel ranks: use {dp_size} x n")
     args.microbatch = args.microbatch or args.batch // dp_size
     if args.microbatch < 1 or args.batch // dp_size % args.microbatch:
-        raise UsageError(
-            f"--microbatch {args.microbatch} must divide a rank's {args.batch // dp_size} sequences: use 1"
-        )
+        raise UsageError(f"--microbatch {args.microbatch} must divide a rank's {args.batch // dp_size}: use 1, say")
 
 
 # ---- model ----
@@ -144,17 +139,16 @@ class Llama(nn.Module):  # parameter names and shapes are those of Hugging Face'
 
 
 def init_weights(model, seed):
-    """Fills each parameter from the seed and its own name: in every layout a shard is a slice of the same numbers."""
+    """Fills each matrix from the seed and its own name, so that a shard is a slice in any layout; norms start at 1."""
     for name, weight in model.named_parameters():
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-        full = 0.02 * torch.randn(weight.shape, generator=generator)
-        weight.data.copy_(full if weight.dim() > 1 else torch.ones(weight.shape))  # norms begin at 1
+        weight.data.copy_(0.02 * torch.randn(weight.shape, generator=generator) if weight.dim() > 1 else torch.ones(1))
 
 
 # ---- data ----
 def read_windows(path, seq_len, batch):
     """Returns the text, by default Python's own source, as (windows, T + 1) bytes: T inputs and, one on, T targets."""
-    root = Path(path or sysconfig.get_path("stdlib"))
+    root = Path(path or os.path.dirname(os.__file__))
     files = [root] if root.is_file() else sorted(root.rglob("*") if path else root.glob("*.py"))
     text = b"".join(file.read_bytes() for file in files if file.is_file())
     if len(text) <= seq_len * batch:
@@ -165,11 +159,12 @@ def read_windows(path, seq_len, batch):
 def microbatches(windows, args, rank, world_size, step, pin):
     """Yields this rank's microbatches, (B, T + 1) bytes, from a step on; pin: copies to a GPU overlap with compute."""
     share, epoch_steps = args.batch // world_size, len(windows) // args.batch
-    sampler = DistributedSampler(windows, world_size, rank, seed=args.seed, drop_last=True)
+    sampler = data.DistributedSampler(windows, world_size, rank, seed=args.seed, drop_last=True)
+    how = dict(num_workers=args.workers, pin_memory=pin, generator=torch.Generator())  # the global one is the model's
     for epoch in range(step // epoch_steps, args.steps):
         sampler.set_epoch(epoch)  # without it every epoch repeats the order of the first
         order = list(sampler)[max(0, step - epoch * epoch_steps) * share : epoch_steps * share]  # whole global batches
-        yield from DataLoader(windows, args.microbatch, sampler=order, num_workers=args.workers, pin_memory=pin)
+        yield from data.DataLoader(windows, args.microbatch, sampler=order, **how)
 
 
 # ---- checkpoint ----
@@ -187,9 +182,10 @@ def load_checkpoint(folder, run):
     """Returns what save_checkpoint wrote; refuses a torn file, and one whose `run` (sizes, data, seed) is another."""
     path = Path(folder, "checkpoint.pt")
     try:
+        damaged = zipfile.ZipFile(path).testzip()
         state = torch.load(path, map_location="cpu", weights_only=True)  # cpu: or all ranks load into GPU 0
-        if state["run"] != run:
-            raise ValueError(f"it was made with {state['run']}, this run has {run}")
+        if damaged or state["run"] != run:
+            raise ValueError(f"damaged: {damaged}; made with {state['run']}, this run has {run}")
     except Exception as error:
         raise UsageError(f"cannot resume from {path}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
     return state
@@ -215,7 +211,7 @@ def train(args, rank, world_size, device):
     if args.static_graph and args.microbatch < args.batch // world_size:
         raise UsageError("--static-graph learns the graph from a synchronised backward: no --microbatch beside it")
     for layer in model.model.layers if args.checkpoint_activations else ():
-        layer.forward = lambda x, block=layer.forward: checkpoint(block, x, use_reentrant=False)
+        layer.forward = lambda x, block=layer.forward: checkpoint.checkpoint(block, x, use_reentrant=False)
     if args.compile:
         model.compile(backend=args.compile)
     how = dict(gradient_as_bucket_view=True, static_graph=args.static_graph, find_unused_parameters=args.find_unused)
@@ -232,7 +228,7 @@ def train(args, rank, world_size, device):
         for name, part in parts.items():
             part.load_state_dict(state[name])
         optimizer.param_groups[0]["lr"] = args.lr  # else the checkpoint's would silently win over the flag
-        torch.set_rng_state(state["rng"][rank % len(state["rng"])])
+        (torch.cuda if cuda else torch).set_rng_state(state["rng"][rank % len(state["rng"])])
     metrics = open(args.metrics if args.metrics and rank == 0 else os.devnull, "a" if step else "w")
     memory = torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -284,7 +280,7 @@ def train(args, rank, world_size, device):
         while len(late) > (step < args.steps and not stop):  # one step late; at the end, all
             stop |= report(*late.pop(0))
         if args.save and (stop or step == args.steps or (args.save_every and step % args.save_every == 0)):
-            dist.all_gather_object(rng := [None] * world_size, torch.get_rng_state())
+            dist.all_gather_object(rng := [None] * world_size, (torch.cuda if cuda else torch).get_rng_state())
             if rank == 0:
                 state = {name: part.state_dict() for name, part in parts.items()}
                 save_checkpoint(args.save, dict(step=step, run=run, rng=rng, **state))
