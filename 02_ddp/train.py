@@ -200,7 +200,7 @@ def to_bfloat16(world_size, bucket):
 
 
 # ---- main ----
-def train(args, rank, world_size, device):
+def train_with_ddp(args, rank, world_size, device):
     check_args(args, world_size)
     windows, cuda = read_windows(args.data, args.seq_len, args.batch), device.type == "cuda"
     torch.manual_seed(args.seed + rank)  # dropout must differ between ranks; weights and data order go by --seed
@@ -292,7 +292,7 @@ def train(args, rank, world_size, device):
 def main():
     args = parse_args()
     with process_group(args.device, args.timeout) as (rank, _, world_size, device):
-        code = train(args, rank, world_size, device)
+        code = train_with_ddp(args, rank, world_size, device)
     sys.exit(code)
 
 
