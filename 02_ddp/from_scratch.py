@@ -167,10 +167,7 @@ def save_checkpoint(folder, state):
 
 # ---- data parallel ----
 class DataParallel(nn.Module):
-    """Keeps a module alike on all ranks: weights and buffers from rank 0, gradients summed bucket by bucket.
-
-    The sum, not DDP's mean: the loss is divided by the global number of tokens. finish_gradients() ends a backward.
-    """
+    """Keeps a module alike on all ranks: weights and buffers are rank 0's, gradients the sum (not the mean) over dp."""
 
     def __init__(self, module, bucket_mb=25.0, find_unused=False):
         super().__init__()
@@ -265,11 +262,10 @@ def main():
         log = print if rank == 0 else lambda _: None
         log(f"torch {torch.__version__} | {dist.get_backend()} | {device.type} | dp {world_size}")
         log(" step |   loss | grad_norm | tokens/s")
-        step, tokens, late, clock = 0, args.batch * args.seq_len, [], time.perf_counter()
-        while step < args.steps:
-            mine = global_batch(windows, args.batch, args.seed, step)[rank::world_size]  # (B/dp, T + 1)
+        tokens, late, clock = args.batch * args.seq_len, [], time.perf_counter()
+        for step in range(1, args.steps + 1):
+            loss, mine = 0.0, global_batch(windows, args.batch, args.seed, step - 1)[rank::world_size]  # (B/dp, T + 1)
             texts = (mine.pin_memory() if cuda else mine).to(device, non_blocking=True).long().split(args.microbatch)
-            step, loss = step + 1, 0.0
             for i, text in enumerate(texts, 1):
                 with replica.no_sync() if i < len(texts) else contextlib.nullcontext():
                     with torch.autocast(device.type, getattr(torch, args.dtype), enabled="16" in args.dtype):
