@@ -174,7 +174,7 @@ class DataParallel(nn.Module):
         self.module, self.find_unused, self.sync = module, find_unused, True
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)  # broadcast over dp: rank 0's value -> every rank's
-        buckets, room = [[]], 2**20  # the first bucket is small, so that the network starts early
+        buckets, room = [[]], min(1, bucket_mb) * 2**20  # a small first bucket lets the network start early
         for p in reversed([p for p in module.parameters() if p.requires_grad]):
             if room <= 0:
                 buckets, room = [*buckets, []], bucket_mb * 2**20

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
+import torch._dynamo  # every optimizer imports it at its first step: a second saved in each run
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
