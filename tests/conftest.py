@@ -11,6 +11,22 @@ import reference
 import torch
 from runner import ROOT, run
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-gpu", action="store_true", help="fail unless a test ran on a GPU")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.require_gpu and not terminalreporter.stats.get("passed"):
+        terminalreporter.write_line("no GPU test ran: this lane needs a machine with a GPU", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.option.require_gpu and not (reporter and reporter.stats.get("passed")):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}  # small, but 2 blocks: with one, some faults do not show
 STEPS, BATCH, SEQ_LEN = 6, 8, 32
 

@@ -1,0 +1,65 @@
+"""The GPU lane: the scripts under NCCL. `tox -e gpu` runs these, and fails when none of them ran."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import reference
+import torch
+from conftest import BATCH, SEQ_LEN, SIZES, STEPS
+from runner import ROOT
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="this machine shows no GPU")]
+
+SCRIPTS = ["02_ddp/train.py", "02_ddp/from_scratch.py"]
+FLOAT64 = 1e-9  # kernels of the GPU sum in another order
+BFLOAT16 = 5e-3  # 8 bits a product, averaged over the batch
+
+
+def launch(script, *flags, nproc, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    command += [str(ROOT / script), "--device", "cuda", "--metrics", str(metrics), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in metrics.read_text().splitlines()], done.stdout
+
+
+@pytest.mark.parametrize("nproc", [n for n in (1, 2, 4, 8) if n <= max(NUM_GPUS, 1)])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_losses_and_gradient_norms_under_nccl_equal_the_serial_reference(script, nproc, flags, text, tmp_path):
+    rows, output = launch(script, *flags, "--dtype", "float64", "--microbatch", 1, nproc=nproc, tmp_path=tmp_path)
+    expected = reference.train(STEPS, BATCH, SEQ_LEN, text, torch.float64, **SIZES)
+    assert "nccl | cuda" in output
+    assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=FLOAT64)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(expected.grad_norms, rel=FLOAT64)
+    assert all(row["peak_mib"] > row["state_mib"] for row in rows)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bfloat16_follows_the_reference_under_nccl(script, flags, text, tmp_path):
+    rows, _ = launch(
+        script, *flags, "--dtype", "bfloat16", nproc=NUM_GPUS if NUM_GPUS in (1, 2, 4, 8) else 1, tmp_path=tmp_path
+    )
+    expected = reference.train(STEPS, BATCH, SEQ_LEN, text, torch.float32, **SIZES)
+    assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=BFLOAT16)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_hot_loop_never_makes_the_host_wait_for_the_gpu(script, flags, tmp_path):
+    """Synchronising calls are errors while a step is computed; reading the step before waits on an event only."""
+    wrapper = tmp_path / "no_sync_allowed.py"
+    wrapper.write_text(
+        "import runpy, sys, torch\n"
+        "from torch.optim import AdamW\n"
+        "step = AdamW.step\n"
+        "def first_step(self, *args, **kwargs):\n"  # set-up may wait; from the first optimizer step on nothing may
+        "    torch.cuda.set_sync_debug_mode('error')\n"
+        "    return step(self, *args, **kwargs)\n"
+        "AdamW.step = first_step\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    launch(wrapper, ROOT / script, *flags[: -len(SIZES) * 2], "--steps", 20, nproc=1, tmp_path=tmp_path)
