@@ -1,6 +1,7 @@
 """Times two scripts side by side: runs them in turn and prints the ratio of their median times per step.
 
     python tests/benchmark.py 02_ddp/from_scratch.py 02_ddp/train.py --nproc-per-node 2
+    python tests/benchmark.py "02_ddp/train.py --find-unused" 02_ddp/train.py
 
 Only the ratio is worth keeping: both scripts meet the same load, since they take turns (A B, B A, A B ..) in one run.
 Flags that this program does not know go to both scripts: `--steps 60 --dim 256`.
@@ -9,6 +10,7 @@ Flags that this program does not know go to both scripts: `--steps 60 --dim 256`
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -19,12 +21,12 @@ WARM_UP = 5  # steps of each run that are not counted: first allocations, DDP's 
 
 
 def step_times(script: str, nproc: int, flags: list[str]) -> list[float]:
-    """Returns the milliseconds of each step of one run under torchrun."""
+    """Returns the milliseconds of each step of one run of `script` (with flags of its own, perhaps) under torchrun."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder, "metrics.jsonl")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", script]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
         subprocess.run(
-            [*command, *flags, "--metrics", str(metrics)],
+            [*command, *shlex.split(script), *flags, "--metrics", str(metrics)],
             check=True,
             stdout=subprocess.DEVNULL,
             env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
@@ -46,7 +48,7 @@ def main() -> None:
             times[script] += step_times(script, args.nproc_per_node, flags)
     ours, theirs = (statistics.median(times[script]) for script in (args.ours, args.theirs))
     for script, median in ((args.ours, ours), (args.theirs, theirs)):
-        print(f"{script:28} {median:8.2f} ms per step, median of {len(times[script])}")
+        print(f"{script:40} {median:8.2f} ms per step, median of {len(times[script])}")
     print(f"ratio {ours / theirs:.3f} at {args.nproc_per_node} processes")
 
 

@@ -21,7 +21,7 @@ BFLOAT16 = 5e-3  # 8 bits a product, averaged over the batch
 def launch(script, *flags, nproc, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    command += [str(ROOT / script), "--device", "cuda", "--metrics", str(metrics), *map(str, flags)]
+    command += [str(ROOT / script), *map(str, flags), "--device", "cuda", "--metrics", str(metrics)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in metrics.read_text().splitlines()], done.stdout
@@ -62,4 +62,4 @@ def test_the_hot_loop_never_makes_the_host_wait_for_the_gpu(script, flags, tmp_p
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    launch(wrapper, ROOT / script, *flags[: -len(SIZES) * 2], "--steps", 20, nproc=1, tmp_path=tmp_path)
+    launch(wrapper, ROOT / script, *flags, "--steps", 20, nproc=1, tmp_path=tmp_path)
