@@ -1,8 +1,7 @@
 """What DistributedDataParallel does, with nothing but broadcast and all_reduce (Li et al., VLDB 2020, section 3.2).
 
     torchrun --nproc-per-node 2 02_ddp/from_scratch.py
-Look at loss and grad_norm: they are those of train.py, and of one process. Backward ends with the first layer, so the
-buckets hold the gradients from last to first, and each leaves when its last gradient is there:
+Look at loss and grad_norm: those of train.py, and of one process. Buckets fill from the last layer to the first:
     backward:    lm_head   layer 3   layer 2   layer 1   layer 0   embed_tokens
     buckets:    [        0        ][             1                             ]
     network:                       [ all_reduce 0 ]                            [ all_reduce 1 ]  -> wait, clip, step
@@ -42,7 +41,7 @@ def parse_args():
     add("--dtype", choices=("float32", "float64", "bfloat16", "float16"), default="float32")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--timeout", type=float, default=600, help="seconds that a rank waits for another")
-    add("--metrics", help="file for one JSON object per step")
+    add("--metrics", default=os.devnull, help="file for one JSON object per step")
     add("--save", help="folder for checkpoint.pt, written at the end; train.py can go on from it")
     add("--bucket-mb", type=float, default=25, help="gradients are reduced in buckets of this many MiB")
     add("--find-unused", action="store_true", help="look for parameters without a gradient in every step")
@@ -53,14 +52,16 @@ def check_args(args, dp_size):
     """Refuses what cannot be trained: on every rank alike, before the first collective."""
     for name in ("steps", "batch", "seq_len", "dim", "layers", "heads", "kv_heads", "lr", "clip", "timeout"):
         if not getattr(args, name) > 0:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is not above 0: use 1 or more")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
     if args.dim % (2 * args.heads) or args.heads % args.kv_heads:
         raise UsageError(f"{args.heads} heads must divide --dim {args.dim} / 2, and {args.kv_heads} kv-heads the heads")
     if args.batch % dp_size:
         raise UsageError(f"--batch {args.batch} is not divisible by {dp_size} data-parallel ranks: use {dp_size} x n")
-    args.microbatch = args.microbatch or args.batch // dp_size
+    args.microbatch = args.batch // dp_size if args.microbatch is None else args.microbatch
     if args.microbatch < 1 or args.batch // dp_size % args.microbatch:
         raise UsageError(f"--microbatch {args.microbatch} must divide a rank's {args.batch // dp_size}: use 1, say")
+    if not Path(args.metrics).absolute().parent.is_dir() or (args.save and Path(args.save).is_file()):
+        raise UsageError(f"--metrics {args.metrics} needs a folder that exists; --save {args.save} must be a folder")
 
 
 # ---- model ----
@@ -220,8 +221,8 @@ class DataParallel(nn.Module):
             raise RuntimeError(f"rank {dist.get_rank()} has no gradient for {[*unused.values()]}: use --find-unused")
         for p in unused:
             self.view[p].zero_()  # this rank's part of the sum
-        for flat in self.flat[len(self.works) :]:
-            self.works.append(dist.all_reduce(flat, async_op=True))  # all_reduce over dp: the buckets left, as above
+        # all_reduce over dp: the buckets that are left, as above
+        self.works += [dist.all_reduce(flat, async_op=True) for flat in self.flat[len(self.works) :]]
         if self.find_unused:
             ranks = torch.tensor([p not in unused for p in self.view], dtype=torch.int32, device=self.flat[0].device)
             dist.all_reduce(ranks)  # all_reduce over dp: has this rank a gradient -> how many ranks have one
@@ -246,11 +247,10 @@ def main():
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=cuda)
         scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
         replica = DataParallel(model, args.bucket_mb, args.find_unused)
-        metrics = open(args.metrics if args.metrics and rank == 0 else os.devnull, "w")
+        metrics = open(args.metrics if rank == 0 else os.devnull, "w")
 
         def report(step, values, copied, seconds):
-            if cuda:
-                copied.synchronize()
+            copied.synchronize() if cuda else None
             loss, grad_norm = values.tolist()
             peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
             states = sum(t.nbytes for p in model.parameters() for t in (p, p, *optimizer.state[p].values())) / 2**20

@@ -44,7 +44,7 @@ def parse_args():
     add("--dtype", choices=("float32", "float64", "bfloat16", "float16"), default="float32")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--timeout", type=float, default=600, help="seconds that a rank waits for another")
-    add("--metrics", help="file for one JSON object per step")
+    add("--metrics", default=os.devnull, help="file for one JSON object per step")
     add("--save", help="folder for checkpoint.pt, written at the end and on SIGTERM")
     add("--save-every", type=int, default=0, help="and after every so many steps")
     add("--resume", help="folder of the checkpoint.pt to go on from; may be empty if --save names it too")
@@ -62,14 +62,16 @@ def check_args(args, dp_size):
     """Refuses what cannot be trained: on every rank alike, before the first collective."""
     for name in ("steps", "batch", "seq_len", "dim", "layers", "heads", "kv_heads", "lr", "clip", "timeout"):
         if not getattr(args, name) > 0:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is not above 0: use 1 or more")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
     if args.dim % (2 * args.heads) or args.heads % args.kv_heads:
         raise UsageError(f"{args.heads} heads must divide --dim {args.dim} / 2, and {args.kv_heads} kv-heads the heads")
     if args.batch % dp_size:
         raise UsageError(f"--batch {args.batch} is not divisible by {dp_size} data-parallel ranks: use {dp_size} x n")
-    args.microbatch = args.microbatch or args.batch // dp_size
+    args.microbatch = args.batch // dp_size if args.microbatch is None else args.microbatch
     if args.microbatch < 1 or args.batch // dp_size % args.microbatch:
         raise UsageError(f"--microbatch {args.microbatch} must divide a rank's {args.batch // dp_size}: use 1, say")
+    if not Path(args.metrics).absolute().parent.is_dir() or (args.save and Path(args.save).is_file()):
+        raise UsageError(f"--metrics {args.metrics} needs a folder that exists; --save {args.save} must be a folder")
 
 
 # ---- model ----
@@ -187,7 +189,7 @@ def load_checkpoint(folder, run):
         if damaged or state["run"] != run:
             raise ValueError(f"damaged: {damaged}; made with {state['run']}, this run has {run}")
     except Exception as error:
-        raise UsageError(f"cannot resume from {path}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"--resume another folder than {path.parent}: {str(error).splitlines()[0]}") from None
     return state
 
 
@@ -229,12 +231,11 @@ def train_with_ddp(args, rank, world_size, device):
             part.load_state_dict(state[name])
         optimizer.param_groups[0]["lr"] = args.lr  # else the checkpoint's would silently win over the flag
         (torch.cuda if cuda else torch).set_rng_state(state["rng"][rank % len(state["rng"])])
-    metrics = open(args.metrics if args.metrics and rank == 0 else os.devnull, "a" if step else "w")
+    metrics = open(args.metrics if rank == 0 else os.devnull, "a" if step else "w")
     memory = torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def report(step, values, copied, seconds, waited):
-        if cuda:
-            copied.synchronize()
+        copied.synchronize() if cuda else None
         loss, signalled, grad_norm = values.tolist()
         peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else resource.getrusage(0).ru_maxrss / 2**10
         states = sum(t.nbytes for p in model.parameters() for t in (p, p, *optimizer.state[p].values())) / 2**20
@@ -245,9 +246,9 @@ def train_with_ddp(args, rank, world_size, device):
             print(f"{shown} | {peak:.0f} of {memory / 2**20:.0f} MiB", flush=True)
         return signalled > 0
 
-    if rank == 0:
-        print(f"torch {torch.__version__} | {dist.get_backend()} | {device.type} | dp {world_size} | from step {step}")
-        print(" step |   loss | grad_norm | tokens/s | data wait | peak memory")
+    log = print if rank == 0 else lambda _: None
+    log(f"torch {torch.__version__} | {dist.get_backend()} | {device.type} | dp {world_size} | from step {step}")
+    log(" step |   loss | grad_norm | tokens/s | data wait | peak memory")
     stream, tokens = microbatches(windows, args, rank, world_size, step, cuda), args.batch * args.seq_len
     signals, late, stop, clock = [], [], False, time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
@@ -284,8 +285,7 @@ def train_with_ddp(args, rank, world_size, device):
             if rank == 0:
                 state = {name: part.state_dict() for name, part in parts.items()}
                 save_checkpoint(args.save, dict(step=step, run=run, rng=rng, **state))
-    if rank == 0:
-        print(f"{sum(p.nbytes for p in model.parameters()) >> args.compress:,} bytes of gradients all-reduced per step")
+    log(f"{sum(p.nbytes for p in model.parameters()) >> args.compress:,} bytes of gradients all-reduced per step")
     return 128 + signal.SIGTERM if stop else 0
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
 
@@ -53,14 +53,13 @@ def meet(rank: int, timeout: float) -> dist.Store:
     if not os.environ.get("RANK"):
         return dist.HashStore()  # one process alone needs no port
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    silent = f"no answer from {where} in {timeout:g} s: is rank 0 up, and is that port its own?"
-    # A stranger on that port accepts and never speaks: the store itself would wait without end.
+    silent = f"no meeting at {where} in {timeout:g} s: are all ranks up, and is that port rank 0's own?"
     died = f"[rank{rank}] error: {silent}\n".encode()
     alarm = threading.Timer(timeout + 1, lambda: (os.write(2, died), os._exit(2)))
-    alarm.start()
+    alarm.start()  # a stranger on that port accepts and never speaks: the store itself would wait without end
     try:
         store = next(iter(dist.rendezvous("env://", timeout=timedelta(0, timeout))))[0]
-    except dist.DistError as error:
+    except (dist.DistError, ValueError) as error:  # ValueError: no such port
         taken = f"{where} is in use: choose another --master-port, or end the job that holds it"
         raise UsageError(taken if "EADDRINUSE" in str(error) else silent) from None
     finally:
@@ -78,8 +77,8 @@ def process_group(device: str = "auto", timeout: float = 600, **axes: int) -> It
     """
     try:
         rank, local_rank, world_size, local_world_size = read_environment()
-        if world_size % (size := prod(axes.values())):
-            raise UsageError(f"world size {world_size} is not a multiple of {axes}: use {size} processes")
+        if (size := prod(axes.values())) < 1 or world_size % size:
+            raise UsageError(f"world size {world_size} is not a multiple of {axes}: use {max(size, 1)} processes")
         chosen, store = choose_device(device, local_rank, local_world_size), meet(rank, timeout)
         backend, device_id = ("nccl", chosen) if chosen.type == "cuda" else ("gloo", None)
         store.set(f"backend{rank}", backend)
@@ -89,6 +88,10 @@ def process_group(device: str = "auto", timeout: float = 600, **axes: int) -> It
         yield rank, local_rank, world_size, chosen
     except BaseException as error:
         if group := dist.group.WORLD:
+            with suppress(dist.DistError):  # all ranks refuse alike: the first to leave would break the others' set-up
+                if isinstance(error, UsageError):
+                    store.set(f"refused{rank}", "")
+                    store.wait([f"refused{other}" for other in range(world_size)], timedelta(0, 5))
             group.abort()  # leaving in good order would wait for collectives that never end
         if isinstance(error, UsageError):
             print(f"[rank{os.environ.get('RANK', 0)}] error: {error}", file=sys.stderr)

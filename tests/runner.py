@@ -42,7 +42,8 @@ def run(
 
     env adds to torchrun's variables on every rank; an empty value removes one.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # The store's thread starts after the last fork: a lock that it held at that moment would stay shut in the child.
+    start, starter = os.pipe()
     files = [tempfile.TemporaryFile("w+") for _ in range(nproc)]
     children: dict[int, int] = {}
     for rank in range(nproc):
@@ -52,18 +53,23 @@ def run(
             "WORLD_SIZE": nproc,
             "LOCAL_WORLD_SIZE": nproc,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": store.port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_RESTART_COUNT": 0,
             "OMP_NUM_THREADS": 1,
         }
         variables |= env or {}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside the store's thread
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside pytest-xdist's thread
             pid = os.fork()
         if pid == 0:
+            os.close(starter)
+            variables = {"MASTER_PORT": int(os.read(start, 5) or 0)} | variables  # waits; 0 if the parent has died
             become(ROOT / script, [str(flag) for flag in flags], variables, files[rank])
         children[pid] = rank
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(starter, f"{store.port:5}".encode() * nproc)
+    os.close(starter)
+    os.close(start)
     codes = [-signal.SIGKILL] * nproc
     deadline = time.monotonic() + timeout
     while children:

@@ -1,0 +1,133 @@
+"""Wrong invocations: every rank ends soon with exit code 2 and one line that names the numbers and the way out."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runner import ROOT, run
+
+TRAIN, FROM_SCRATCH = "02_ddp/train.py", "02_ddp/from_scratch.py"
+BOTH = (TRAIN, FROM_SCRATCH)
+SMALL = "--steps 1 --batch 4 --seq-len 8 --dim 16 --layers 2 --heads 2 --kv-heads 1"
+
+CASES = [  # scripts, ranks, flags ({files}: the folder made below), the line
+    (BOTH, 3, "--batch 64", "--batch 64 is not divisible by 3 data-parallel ranks: use 3 x n"),
+    (BOTH, 2, "--batch 1", "--batch 1 is not divisible by 2 data-parallel ranks: use 2 x n"),
+    (BOTH, 1, "--batch 0", "--batch 0 must be above 0"),
+    (BOTH, 1, "--batch 8.5", "argument --batch: invalid int value: '8.5'"),
+    (BOTH, 2, "--batch 32 --microbatch 3", "--microbatch 3 must divide a rank's 16: use 1"),
+    (BOTH, 2, "--batch 32 --microbatch -1", "--microbatch -1 must divide a rank's 16: use 1"),
+    (BOTH, 2, "--batch 32 --microbatch 0", "--microbatch 0 must divide a rank's 16: use 1"),
+    (BOTH, 2, "--metrics {files}/nowhere/log.jsonl", "--metrics .*nowhere/log.jsonl needs a folder that exists"),
+    (BOTH, 2, "--save {files}/short.txt", "--save .*short.txt must be a folder"),
+    (BOTH, 2, "--heads 3", "3 heads must divide --dim 128 / 2"),
+    (BOTH, 2, "--kv-heads 3", "3 kv-heads the heads"),
+    (BOTH, 1, "--kv-heads 0", "--kv-heads 0 must be above 0"),
+    (BOTH, 1, "--dim 12 --heads 4", "4 heads must divide --dim 12 / 2"),  # 3 wide, rotary positions turn pairs
+    (BOTH, 1, "--seq-len 0", "--seq-len 0 must be above 0"),
+    (BOTH, 1, "--steps 0", "--steps 0 must be above 0"),
+    (BOTH, 1, "--layers -2", "--layers -2 must be above 0"),
+    (BOTH, 1, "--lr -1", "--lr -1.0 must be above 0"),
+    (BOTH, 1, "--lr nan", "--lr nan must be above 0"),
+    (BOTH, 1, "--clip 0", "--clip 0.0 must be above 0"),
+    (BOTH, 2, "--dtype float8", "--dtype: invalid choice: 'float8'.*float32"),
+    (BOTH, 2, "--device gpu", "--device: invalid choice: 'gpu'.*cuda"),
+    (BOTH, 2, "--stepz 5", "unrecognized arguments: --stepz 5"),
+    (BOTH, 1, "--step 5", "unrecognized arguments: --step 5"),  # an abbreviation
+    (BOTH, 1, "5", "unrecognized arguments: 5"),
+    (BOTH, 2, "--data {files}/short.txt", "short.txt has 9 bytes of text, a batch takes 4097: use more --data"),
+    (BOTH, 2, "--data {files}/empty", "empty has 0 bytes of text, a batch takes 4097: use more --data"),
+    (BOTH, 2, "--data {files}/nowhere", "nowhere has 0 bytes of text, a batch takes 4097: use more --data"),
+    (FROM_SCRATCH, 1, "--resume {files}", "unrecognized arguments: --resume"),  # it cannot, and does not pretend
+    (TRAIN, 2, "--batch 32 --microbatch 4 --static-graph", "--static-graph .*: no --microbatch beside it"),
+    (TRAIN, 2, "--resume {files}/empty", "--resume another folder than .*empty: .*No such file"),
+    (TRAIN, 2, "--resume {files}/torn", "--resume another folder than .*torn: "),
+    (TRAIN, 2, "--resume {files}/flipped", "--resume another folder than .*flipped: .*damaged"),
+    (TRAIN, 2, "--resume {files}/text", "--resume another folder than .*text: "),
+    (TRAIN, 2, "--resume {files}/foreign", "--resume another folder than .*foreign: .*run"),
+    (TRAIN, 2, "--resume {files}/pickle", "--resume another folder than .*pickle: .*[Ww]eights"),
+    (TRAIN, 2, "--resume {files}/good --dim 32", r"made with .*\[16, 2, 2, 1\].*this run has .*\[32, 2, 2, 1\]"),
+    (TRAIN, 2, "--resume {files}/good --batch 8", "made with .*'batch': 4.*this run has .*'batch': 8"),
+    (TRAIN, 2, "--resume {files}/good --seed 7", "made with .*'seed': 0.*this run has .*'seed': 7"),
+]
+ROWS = [
+    pytest.param(script, *case, id=f"{Path(script).stem} {case[1]}".replace("{files}/", ""))
+    for scripts, *case in CASES
+    for script in ([scripts] if isinstance(scripts, str) else scripts)
+]
+
+
+class Bomb:
+    """An object whose pickle runs code when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder of texts and checkpoints: one good, the others not."""
+    files = tmp_path_factory.mktemp("files")
+    run(TRAIN, *SMALL.split(), "--save", files / "good").check()
+    good = (files / "good" / "checkpoint.pt").read_bytes()
+    for name in ("empty", "torn", "flipped", "text", "foreign", "pickle"):
+        (files / name).mkdir()
+    (files / "short.txt").write_bytes(b"too short")
+    (files / "torn" / "checkpoint.pt").write_bytes(good[: len(good) // 2])
+    weight = torch.load(files / "good" / "checkpoint.pt", weights_only=True)["model"]["lm_head.weight"]
+    place = good.index(weight.numpy().tobytes()) + 40
+    flipped = good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :]
+    (files / "flipped" / "checkpoint.pt").write_bytes(flipped)
+    (files / "text" / "checkpoint.pt").write_text("not a checkpoint\n" * 99)
+    torch.save({"epoch": 3, "state_dict": {"weight": torch.ones(2)}}, files / "foreign" / "checkpoint.pt")
+    torch.save(Bomb(files / "exploded"), files / "pickle" / "checkpoint.pt")
+    return files
+
+
+def check_one_line(result, expected):
+    """Every rank: exit code 2, one line with an error, in which `expected` is found, and no traceback."""
+    assert set(result.codes) == {2}, result
+    for rank, output in enumerate(result.outputs):
+        (line,) = [line for line in output.splitlines() if re.search("[Ee]rror|Traceback", line)]
+        assert re.search(expected, line), output
+        assert re.match(rf"\[rank{rank}\] error: |\w+\.py: error: ", line), output  # by the script, or by argparse
+
+
+@pytest.mark.parametrize(("script", "nproc", "flags", "expected"), ROWS)
+def test_wrong_invocation_ends_on_every_rank_in_one_line(script, nproc, flags, expected, files):
+    flags = flags.format(files=files).split()
+    small = SMALL.split() if "--resume" in flags else []  # else the defaults, whose numbers the lines above show
+    check_one_line(run(script, *small, *flags, nproc=nproc, timeout=20), expected)
+    assert not (files / "exploded").exists()  # no code from a checkpoint ran
+
+
+def test_good_checkpoint_resumes(files):
+    """Without this, the refusals above might have another cause."""
+    run(TRAIN, *SMALL.split(), "--steps", 2, "--resume", files / "good", nproc=2).check()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("script", BOTH)
+def test_cuda_on_a_machine_without_gpu_ends_in_one_line(script):
+    result = run(script, "--device", "cuda", nproc=2, timeout=20)
+    check_one_line(result, "2 local ranks need as many GPUs, this node shows 0: use --device cpu")
+
+
+@pytest.mark.parametrize("script", BOTH)
+def test_half_set_environment_ends_in_one_line(script):
+    result = run(script, env={"WORLD_SIZE": ""}, timeout=20)
+    check_one_line(result, "RANK, MASTER_ADDR, MASTER_PORT set without WORLD_SIZE: start with torchrun, or unset them")
+
+
+def test_torchrun_itself_fails_when_the_script_refuses():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", TRAIN]
+    done = subprocess.run([*command, "--batch", "64"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "error: --batch 64 is not divisible by 3 data-parallel ranks: use 3 x n\n" in done.stderr

@@ -1,0 +1,76 @@
+"""Every numbered folder runs when it is copied out, with common/ beside it or inside it."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from runner import ROOT
+
+MODEL = "--steps 1 --batch 2 --seq-len 8 --dim 16 --layers 2 --heads 2 --kv-heads 1"
+SMALLEST = {  # the quickest flags of each script; an entry "folder/script" goes before one of the script's name alone
+    "train.py": MODEL,
+    "from_scratch.py": MODEL,
+    "uneven.py": "--steps 1 --batch 2",
+    "ragged.py": "--steps 1 --batch 2",
+    "batch_norm.py": "--steps 1 --batch 2",
+    "batch_size.py": "",
+    "check.py": "--brief",
+}
+COMMENT = "# copied this folder out? copy common/ beside it or into it"
+
+
+def is_guard(node):
+    return isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+
+
+FOLDERS = sorted(path.name for path in ROOT.glob("0[1-7]_*") if path.is_dir())
+SCRIPTS = [  # the files that are run, not imported
+    f"{path.parent.name}/{path.name}"
+    for path in sorted(ROOT.glob("0[1-7]_*/*.py"))
+    if any(map(is_guard, ast.parse(path.read_text()).body))
+]
+
+
+def copy(folder, place):
+    shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+
+
+def start(project, script):
+    """Runs a script with its smallest flags, as a stranger would: from elsewhere, knowing nothing of this folder."""
+    flags = SMALLEST.get(script, SMALLEST.get(script.split("/")[1]))
+    assert flags is not None, f"{script} is new: give its quickest flags an entry in SMALLEST"
+    elsewhere = project.parent / "elsewhere"
+    elsewhere.mkdir()
+    env = {"PATH": os.defpath, "HOME": str(elsewhere), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(project / script), *flags.split()]
+    return subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_every_folder_has_a_script_to_run():
+    assert sorted({script.split("/")[0] for script in SCRIPTS}) == FOLDERS
+    assert FOLDERS
+
+
+@pytest.mark.parametrize("placement", ["beside", "inside"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_copied_folder_runs_with_common(script, placement, tmp_path):
+    project, folder = tmp_path / "project", script.split("/")[0]
+    copy(folder, project)
+    copy("common", project if placement == "beside" else project / folder)
+    done = start(project, script)
+    # check.py ends with 1 where it finds a fault of this machine, which is not the copy's.
+    assert done.returncode in ((0, 1) if script.endswith("/check.py") else (0,)), done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_copy_without_common_says_what_to_copy(folder, tmp_path):
+    copy(folder, tmp_path / "project")
+    done = start(tmp_path / "project", next(script for script in SCRIPTS if script.startswith(folder)))
+    assert done.returncode == 1
+    assert COMMENT in done.stderr
+    assert "No module named 'common'" in done.stderr

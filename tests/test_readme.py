@@ -1,0 +1,162 @@
+"""Every README's commands run, and print what the README shows.
+
+A ```console block holds commands, on lines that begin with `$ `, and below each what it prints on stdout. A line `...`
+stands for any number of lines. Numbers differ between machines, except in the loss column: see `same`.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from math import isclose
+from pathlib import Path
+
+import pytest
+from runner import ROOT
+
+NOT_RUN = {  # commands that begin like this are shown, but not run here
+    "pip install": "changes the environment that runs the tests",
+    "tox": "runs these very tests",
+    "git clone": "needs a network",
+}
+# The text is the standard library's source, which each patch release of Python changes: other windows, another order.
+# Over 100 steps of 02_ddp/train.py, the sources of Python 3.10 to 3.13 and of two releases of 3.11 give losses of one
+# step that differ by at most 0.34, and norms by at most a factor of 4.3. That both are right is proven elsewhere.
+LOSS_TOLERANCE = 0.4
+NORM_TOLERANCE = 0.8  # of the larger one: a factor of 5
+
+
+# ---- reading a README ----
+def blocks(text):
+    """Returns each ```console block as a list of (command, expected lines)."""
+    found = []
+    for body in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        block = []
+        for line in body.replace("\\\n> ", "").replace("\\\n", "").splitlines():
+            if line.startswith("$ "):
+                block.append((line[2:], []))
+            else:
+                block[-1][1].append(line)
+        found.append(block)
+    return found
+
+
+def reason_not_to_run(command):
+    return next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
+
+
+# ---- comparing ----
+def masked(text):
+    """The text with every number as #, and the blanks that pad it to a column as one."""
+    text = re.sub(r"\btorch \d\S*", "torch #", text.strip())  # 2.13.0 or 2.13.0+cpu
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d,]*(\.\d+)?(e[+-]?\d+)?", "#", text))
+
+
+def same(shown, printed):
+    """True if a README's line agrees with a printed one: words exactly, numbers anyhow, but a row
+    `step | loss | grad_norm | ...` in its step exactly and in loss and norm within their tolerances."""
+    row = re.compile(r"\s*(\d+) \| +([\d.]+) \| +([\d.]+)(?: \||$)")
+    if masked(shown) != masked(printed):
+        return False
+    if not (left := row.match(shown)):
+        return True
+    (step, loss, norm), (step_2, loss_2, norm_2) = left.groups(), row.match(printed).groups()
+    close = isclose(float(loss), float(loss_2), abs_tol=LOSS_TOLERANCE, rel_tol=0)
+    return step == step_2 and close and isclose(float(norm), float(norm_2), rel_tol=NORM_TOLERANCE)
+
+
+def agrees(shown, printed):
+    """True if the printed lines are those that a README shows."""
+    if not shown:
+        return not printed
+    if shown[0].strip() == "...":
+        return any(agrees(shown[1:], printed[i:]) for i in range(len(printed) + 1))
+    return bool(printed) and same(shown[0], printed[0]) and agrees(shown[1:], printed[1:])
+
+
+# ---- the tests ----
+READMES = sorted({*ROOT.glob("README.md"), *ROOT.glob("0[1-7]_*/README.md")})
+BLOCKS = [
+    pytest.param(block, id=f"{readme.relative_to(ROOT)}: {block[0][0]}")
+    for readme in READMES
+    for block in blocks(readme.read_text())
+    if not all(reason_not_to_run(command) for command, _ in block)
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_commands_print_what_the_readme_shows(block, tmp_path):
+    """The commands of a block run in order, in a copy of the repository: the second may use what the first wrote."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "venv"))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the torchrun beside this python
+    env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    for command, shown in block:
+        if reason_not_to_run(command):
+            continue
+        bounded = ["timeout", "--kill-after=10", "120", "bash", "-c", command]  # ends its children, too
+        done = subprocess.run(bounded, cwd=copy, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
+        printed = done.stdout.splitlines()
+        wanted, got = "\n".join(shown), "\n".join(printed)
+        message = f"$ {command}\n--- README\n{wanted}\n--- printed\n{got}\n--- stderr\n{done.stderr}"
+        assert agrees(shown, printed), message
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: str(readme.relative_to(ROOT)))
+def test_readme_shows_a_command_that_is_run(readme):
+    commands = [command for block in blocks(readme.read_text()) for command, _ in block]
+    assert not all(map(reason_not_to_run, commands)), f"{readme} has no ```console block with a command to run"
+
+
+SHOWN = """\
+torch 2.13.0+cpu | gloo | cpu | dp 2 | from step 0
+ step |   loss | grad_norm | tokens/s
+    1 | 5.5452 |    1.2000 |     5789
+  100 | 2.9000 |    0.8000 |    26012
+823,424 bytes per step
+""".splitlines()
+
+
+def test_same_lines_on_another_machine_agree():
+    printed = [
+        "torch 2.11.1 | gloo | cpu | dp 2 | from step 0",
+        " step |   loss | grad_norm | tokens/s",
+        "    1 | 5.5410 |    1.2314 |   126012",
+        "  100 | 2.8123 |    0.6123 |      789",
+        "823,424 bytes per step",
+    ]
+    assert agrees(SHOWN, printed)
+    assert agrees([*SHOWN[:2], "...", SHOWN[-1]], printed)
+    assert agrees(["..."], [])
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        (0, "torch 2.13.0+cpu | nccl | cuda | dp 2 | from step 0"),
+        (1, " step |   loss | tokens/s"),
+        (2, "    2 | 5.5452 |    1.2000 |     5789"),
+        (2, "    1 | 5.1000 |    1.2000 |     5789"),
+        (2, "    1 | 5.5452 |    7.0000 |     5789"),
+        (2, "    1 |    nan |    1.2000 |     5789"),
+        (3, "  100 | 2.9000 |    0.8000 |    26012 | 4"),
+        (4, "823,424 bytes per epoch"),
+    ],
+)
+def test_wrong_line_does_not_agree(line, wrong):
+    assert not agrees(SHOWN, [*SHOWN[:line], wrong, *SHOWN[line + 1 :]])
+
+
+def test_missing_and_added_lines_do_not_agree():
+    assert not agrees(SHOWN, SHOWN[:-1])
+    assert not agrees(SHOWN, [*SHOWN, "done"])
+    assert not agrees([*SHOWN[:2], "...", "never printed"], SHOWN)
+
+
+def test_console_blocks_are_read_command_by_command():
+    text = (
+        "# x\n```console\n$ cd a\n$ torchrun --nproc-per-node 2 \\\n>     b.py\none\n\ntwo\n```\n```bash\n$ no\n```\n"
+    )
+    assert blocks(text) == [[("cd a", []), ("torchrun --nproc-per-node 2     b.py", ["one", "", "two"])]]
