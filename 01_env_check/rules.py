@@ -62,7 +62,7 @@ def same(section: str, name: str, values: Sequence[Any], remedy: str) -> Line:
 # ---- facts ----
 def judge(facts: Sequence[Facts]) -> list[Line]:
     """Compares the facts of all ranks (in rank order) and judges each against what training needs."""
-    return [*software(facts), *machines(facts), *network(facts), *gpus(facts)]
+    return [*judge_software(facts), *judge_machines(facts), *judge_network(facts), *judge_gpus(facts)]
 
 
 def column(facts: Sequence[Facts], name: str) -> list[Any]:
@@ -75,7 +75,7 @@ def nodes(facts: Sequence[Facts]) -> dict[str, list[int]]:
     return group(column(facts, "node"))
 
 
-def software(facts: Sequence[Facts]) -> list[Line]:
+def judge_software(facts: Sequence[Facts]) -> list[Line]:
     """Versions must be equal."""
     wheel = "install the same version on every node, best from one lock file or one container image"
     names = ["python", "torch", "numpy", "deepspeed"]
@@ -83,7 +83,7 @@ def software(facts: Sequence[Facts]) -> list[Line]:
     return [same("software", name, column(facts, name), wheel) for name in names]
 
 
-def machines(facts: Sequence[Facts]) -> list[Line]:
+def judge_machines(facts: Sequence[Facts]) -> list[Line]:
     """Nodes, kernel, limits, CPUs; limits are judged only where they matter."""
     by_node, on_gpu = nodes(facts), any(rank["gpu"] for rank in facts)
     names = [f"{facts[ranks[0]]['host']}: {name_ranks(ranks)}" for ranks in by_node.values()]
@@ -131,7 +131,7 @@ def cpu_share(facts: Sequence[Facts], ranks: list[int]) -> Line:
     return Line("machine", "affinity", "OK", text)
 
 
-def network(facts: Sequence[Facts]) -> list[Line]:
+def judge_network(facts: Sequence[Facts]) -> list[Line]:
     """Host name, interface, InfiniBand, variables."""
     many = len(nodes(facts)) > 1
     lines = []
@@ -159,7 +159,7 @@ def network(facts: Sequence[Facts]) -> list[Line]:
     return lines
 
 
-def gpus(facts: Sequence[Facts]) -> list[Line]:
+def judge_gpus(facts: Sequence[Facts]) -> list[Line]:
     """One healthy card of the same kind for each rank."""
     lines = []
     for rank, own in enumerate(facts):
