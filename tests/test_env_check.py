@@ -207,7 +207,7 @@ def test_a_call_that_never_returns_ends_in_a_report(tmp_path):
     result = run(script, "--timeout", 1, nproc=2, timeout=20)
     assert result.codes == [1, 1]
     assert time.monotonic() - begin < 7  # not the 10 s after which rank 0's own call would give up
-    assert any("still in 'process group' after 1 s" in line for line in findings(result.outputs[0]))
+    assert any("ranks 0-1 still in 'process group' after 1 s" in line for line in findings(result.outputs[0]))
     assert "kernel" in result.outputs[0]  # what was learnt before is still shown
 
 
