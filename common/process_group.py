@@ -10,6 +10,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # now: imported after the set-up, it would hold the group, and its threads abort the exit
 
 
 class UsageError(ValueError):
@@ -54,8 +55,7 @@ def meet(rank: int, timeout: float) -> dist.Store:
         return dist.HashStore()  # one process alone needs no port
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     silent = f"no meeting at {where} in {timeout:g} s: are all ranks up, and is that port rank 0's own?"
-    died = f"[rank{rank}] error: {silent}\n".encode()
-    alarm = threading.Timer(timeout + 1, lambda: (os.write(2, died), os._exit(2)))
+    alarm = threading.Timer(timeout + 1, lambda: (sys.stderr.write(f"[rank{rank}] error: {silent}\n"), os._exit(2)))
     alarm.start()  # a stranger on that port accepts and never speaks: the store itself would wait without end
     try:
         store = next(iter(dist.rendezvous("env://", timeout=timedelta(0, timeout))))[0]

@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import re
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -65,6 +67,25 @@ def test_one_process_without_torchrun_is_a_world_of_one(start):
 def test_ranks_are_those_that_torchrun_set_and_the_group_is_left_at_the_end(start):
     result = start(JOIN, nproc=3).check()
     assert result.outputs == [f"{rank} {rank} 3 cpu gloo 3\n" for rank in range(3)]
+
+
+def test_no_thread_of_the_group_outlives_it(tmp_path):
+    """A gloo thread that is there when Python ends may abort the process, after its work is done.
+
+    torch imports torch.distributed.nn with the first optimizer: inside the group, it keeps it as a default argument.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.append({str(ROOT)!r})\n"
+        "from pathlib import Path\n"
+        "from common.process_group import process_group\n"
+        "with process_group():\n"
+        "    import torch._dynamo\n"
+        "names = [(task / 'comm').read_text() for task in Path('/proc/self/task').iterdir()]\n"
+        "print([name for name in names if 'gloo' in name])\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
 
 
 def test_local_rank_is_torchruns_where_nodes_hold_one_rank_each(start):
@@ -289,6 +310,10 @@ def test_module_holds_the_process_group_and_nothing_else():
     assert names == {"UsageError", "read_environment", "choose_device", "meet", "process_group"}
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name for name in modules if name.startswith("torch")} == {"torch", "torch.distributed"}
+    assert {name for name in modules if name.startswith("torch")} == {
+        "torch",
+        "torch.distributed",
+        "torch.distributed.nn",
+    }
     assert not modules & {"logging", "json", "argparse"}
     assert "mesh(" not in MODULE.read_text()
