@@ -113,7 +113,7 @@ def test_good_checkpoint_resumes(files):
     run(TRAIN, *SMALL.split(), "--steps", 2, "--resume", files / "good", nproc=2).check()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the case is a machine without a GPU, and this one has one")
 @pytest.mark.parametrize("script", BOTH)
 def test_cuda_on_a_machine_without_gpu_ends_in_one_line(script):
     result = run(script, "--device", "cuda", nproc=2, timeout=20)

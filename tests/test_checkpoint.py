@@ -14,6 +14,7 @@ from runner import ROOT, run
 
 TRAIN = "02_ddp/train.py"
 FLOAT64 = 1e-9  # another number of ranks adds in another order
+STOOD_STILL = 1e-7  # float32's own step at weights of this size; a step of the checkpoint's rate would be 3e-3
 DROPOUT = (
     "return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))",
     "return F.dropout(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), 0.2)",
@@ -64,7 +65,7 @@ def test_train_goes_on_from_the_checkpoint_of_from_scratch(train):
 def test_the_learning_rate_of_the_flag_wins_over_the_checkpoints(train):
     first = train(TRAIN, "--steps", 3, nproc=1)
     slow = train(TRAIN, "--resume", first.folder, "--lr", 1e-9, nproc=1)
-    assert torch.allclose(slow.weights["lm_head.weight"], first.weights["lm_head.weight"], atol=1e-7, rtol=0)
+    assert torch.allclose(slow.weights["lm_head.weight"], first.weights["lm_head.weight"], atol=STOOD_STILL, rtol=0)
 
 
 FAULTS = {
