@@ -5,7 +5,6 @@ import math
 import random
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from functools import cache
@@ -128,14 +127,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_equality_check_sees_a_planted(fault, text, tmp_path):
-    old, new = FAULTS[fault]
-    source = SCRIPT.read_text()
-    assert old in source
-    shutil.copytree(ROOT / "common", tmp_path / "common")
-    (tmp_path / "02_ddp").mkdir()
-    script = tmp_path / "02_ddp" / "batch_norm.py"
-    script.write_text(source.replace(old, new))
+def test_equality_check_sees_a_planted(fault, text, tmp_path, plant):
+    script = plant("02_ddp/batch_norm.py", FAULTS[fault])
     losses, norms, evaluated = train(script, text, tmp_path, 2, 15)
     expected = serial(text, 15)
     equal = max(difference(losses, expected[0]), difference(norms, expected[1])) < FLOAT64

@@ -5,7 +5,6 @@ import math
 import random
 import re
 import runpy
-import shutil
 from functools import cache
 from pathlib import Path
 
@@ -95,14 +94,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_equality_check_sees_a_planted(fault, text, tmp_path):
-    old, new = FAULTS[fault]
-    source = SCRIPT.read_text()
-    assert old in source
-    shutil.copytree(ROOT / "common", tmp_path / "common")
-    (tmp_path / "02_ddp").mkdir()
-    script = tmp_path / "02_ddp" / "ragged.py"
-    script.write_text(source.replace(old, new))
+def test_equality_check_sees_a_planted(fault, text, tmp_path, plant):
+    script = plant("02_ddp/ragged.py", FAULTS[fault])
     losses, norms, _ = train(script, text, tmp_path, 2)
     assert max(difference(losses, serial(text)[0]), difference(norms, serial(text)[1])) > FLOAT64
 

@@ -4,7 +4,6 @@ import json
 import math
 import random
 import re
-import shutil
 from functools import cache
 
 import pytest
@@ -138,14 +137,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_equality_check_sees_a_planted(fault, text, tmp_path):
-    flag, old, new = FAULTS[fault]
-    source = SCRIPT.read_text()
-    assert old in source
-    shutil.copytree(ROOT / "common", tmp_path / "common")
-    (tmp_path / "02_ddp").mkdir()
-    script = tmp_path / "02_ddp" / "uneven.py"
-    script.write_text(source.replace(old, new))
+def test_equality_check_sees_a_planted(fault, text, tmp_path, plant):
+    flag, *edit = FAULTS[fault]
+    script = plant("02_ddp/uneven.py", edit)
     losses, norms, _ = train(script, text, tmp_path, 2, *flag.split())
     expected = serial(text, 2, flag == "--join")
     assert max(difference(losses, expected[0]), difference(norms, expected[1])) > FLOAT64
