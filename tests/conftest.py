@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import reference
+import safetensors.torch
 import torch
 from runner import ROOT, run
 
@@ -34,7 +35,7 @@ STEPS, BATCH, SEQ_LEN = 6, 8, 32
 class Trained(NamedTuple):
     rows: list[dict[str, Any]]  # one per optimizer step
     weights: dict[str, torch.Tensor]
-    folder: Path  # holds metrics.jsonl and checkpoint.pt
+    folder: Path  # holds metrics.jsonl and the checkpoint
     output: str  # rank 0's
 
     def column(self, name: str) -> list[float]:
@@ -43,9 +44,13 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file of real text with 21 windows: 2 steps of 8 an epoch and 5 windows over, so that 6 steps see 3 epochs."""
+    """A file of real text with 21 windows: 2 steps of 8 an epoch and 5 windows over, so that 6 steps see 3 epochs.
+
+    Its letters are spread over all 256 values: ASCII lies in that half of a vocabulary that the first of two ranks has.
+    """
     path = tmp_path_factory.mktemp("text") / "text.py"
-    path.write_bytes(reference.text_of(None)[5000 : 5000 + 21 * SEQ_LEN + 5])
+    letters = reference.text_of(None)[5000 : 5000 + 21 * SEQ_LEN + 5]
+    path.write_bytes(bytes(letter * 37 % 256 for letter in letters))
     return str(path)
 
 
@@ -67,8 +72,11 @@ def train(tmp_path_factory: pytest.TempPathFactory, flags: list[object]) -> Call
             metrics = folder / "metrics.jsonl"
             result = run(script, *flags, "--metrics", metrics, "--save", folder, *more, nproc=nproc).check()
             rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-            saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-            done[key] = Trained(rows, saved["model"], folder, result.outputs[0])
+            if (folder / "model.safetensors").exists():
+                weights = safetensors.torch.load_file(folder / "model.safetensors")
+            else:
+                weights = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+            done[key] = Trained(rows, weights, folder, result.outputs[0])
         return done[key]
 
     return train
@@ -76,30 +84,34 @@ def train(tmp_path_factory: pytest.TempPathFactory, flags: list[object]) -> Call
 
 @pytest.fixture(scope="session")
 def serial(text: str) -> Callable[..., reference.Run]:
-    """The serial reference on the same text, once per data type."""
-    done: dict[torch.dtype, reference.Run] = {}
+    """The serial reference on the same text, once per data type and sizes."""
+    done: dict[tuple, reference.Run] = {}
 
-    def serial(dtype: torch.dtype) -> reference.Run:
-        if dtype not in done:
-            done[dtype] = reference.train(STEPS, BATCH, SEQ_LEN, text, dtype, **SIZES)
-        return done[dtype]
+    def serial(dtype: torch.dtype, **sizes: int) -> reference.Run:
+        key = (dtype, *sorted(sizes.items()))
+        if key not in done:
+            done[key] = reference.train(STEPS, BATCH, SEQ_LEN, text, dtype, **(SIZES | sizes))
+        return done[key]
 
     return serial
 
 
 @pytest.fixture
 def plant(tmp_path: Path) -> Callable[..., Path]:
-    """Plants a fault: copies a script and common/ and replaces pieces of its text; each must be there once."""
+    """Plants a fault: copies a script's folder and common/ and replaces pieces of its text; each must be there once.
 
-    def plant(script: str, *edits: tuple[str, str]) -> Path:
-        source = (ROOT / script).read_text()
-        for old, new in edits:
-            assert source.count(old) == 1, f"{script} holds {old!r} {source.count(old)} times"
-            source = source.replace(old, new)
-        shutil.copytree(ROOT / "common", tmp_path / "common", dirs_exist_ok=True)
+    An edit is (old, new) in the script, or (file, old, new) in a module beside it.
+    """
+
+    def plant(script: str, *edits: tuple[str, ...]) -> Path:
         copy = tmp_path / script
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_text(source)
+        for folder in ("common", Path(script).parent):
+            shutil.copytree(ROOT / folder, tmp_path / folder, dirs_exist_ok=True)
+        for *file, old, new in edits:
+            edited = copy.with_name(file[0]) if file else copy
+            source = edited.read_text()
+            assert source.count(old) == 1, f"{edited.name} holds {old!r} {source.count(old)} times"
+            edited.write_text(source.replace(old, new))
         return copy
 
     return plant

@@ -20,11 +20,11 @@ class Run(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def shapes(dim: int, layers: int, heads: int, kv_heads: int) -> dict[str, tuple[int, ...]]:
+def shapes(dim: int, layers: int, heads: int, kv_heads: int, vocab_size: int = 256) -> dict[str, tuple[int, ...]]:
     """Returns the parameters of Hugging Face's LlamaForCausalLM by name."""
     hidden = math.ceil(8 * dim / 3 / 64) * 64
     kv_dim = dim // heads * kv_heads
-    result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (256, dim)}
+    result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab_size, dim)}
     for i in range(layers):
         block = {
             "input_layernorm": (dim,),
@@ -38,7 +38,7 @@ def shapes(dim: int, layers: int, heads: int, kv_heads: int) -> dict[str, tuple[
             "mlp.down_proj": (dim, hidden),
         }
         result |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
-    return result | {"model.norm.weight": (dim,), "lm_head.weight": (256, dim)}
+    return result | {"model.norm.weight": (dim,), "lm_head.weight": (vocab_size, dim)}
 
 
 def initial_weights(seed: int, dtype: torch.dtype, **sizes: int) -> dict[str, Tensor]:
