@@ -64,6 +64,8 @@ def read_checkpoint(folder, run):
 
     try:
         weights = safe_open(Path(folder, "model.safetensors"), "pt")
+        if "training" not in (weights.metadata() or {}):
+            raise ValueError("its model.safetensors has no training state: these scripts did not write it")
         note = json.loads(weights.metadata()["training"])
         if note["run"] != run:
             raise ValueError(f"made with {note['run']}, this run has {run}")

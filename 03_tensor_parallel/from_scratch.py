@@ -203,10 +203,9 @@ def parallelize(model, heads, kv_heads, vocab_size, tp, gather_logits):
 # ---- main ----
 def main():
     args = parse_args()
-    with process_group(args.device, args.timeout, tp=args.tp or 1) as (rank, _, world_size, device):
-        tp_size = args.tp or world_size
+    with process_group(args.device, args.timeout, tp=max(1, args.tp or 1)) as (rank, _, world_size, device):
+        check_tp(args, tp_size := world_size if args.tp is None else args.tp)
         check_args(args, dp_size := world_size // tp_size)
-        check_tp(args, tp_size)
         if args.regather and (args.no_overlap or not args.sequence_parallel):
             raise UsageError("--regather goes with --sequence-parallel, and without --no-overlap")
         windows, cuda = read_windows(args.data, args.seq_len, args.batch), device.type == "cuda"
@@ -292,7 +291,7 @@ def main():
             while len(late) > (step < args.steps):  # one step late; at the end, all
                 report(*late.pop(0))
         if args.save:
-            save_shards(args.save, run, step, *parts)
+            save_shards(args.save, run, max(first, args.steps), *parts)
         whole, part = sum(getattr(w, "placement", w).shape.numel() for w in weights), sum(w.numel() for w in weights)
         log(f"{part:,} of {whole:,} parameters on each rank")
 

@@ -13,6 +13,8 @@ from common.process_group import UsageError  # copied this folder out? copy comm
 
 def check_tp(args, tp_size):
     """Refuses what cannot be split: on every rank alike, before the first collective."""
+    if tp_size < 1:
+        raise UsageError(f"--tp {tp_size} must be above 0")
     hidden, kv_heads = 64 * -(-8 * args.dim // 192), args.kv_heads
     for what, number in (("--heads", args.heads), ("MLP width", hidden), ("--seq-len", args.seq_len)):
         if number % tp_size and (what != "--seq-len" or args.sequence_parallel):

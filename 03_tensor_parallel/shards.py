@@ -111,14 +111,14 @@ def load_shards(folder, run, model, optimizer, scaler, generators, tp):
     state = []
     for name, weight in model.named_parameters():
         weight.data.copy_(shard(weights.get_tensor(name), weight, tp))
-        names = ("exp_avg", "exp_avg_sq")
-        averages = {kind: shard(states.get_tensor(f"{kind}.{name}"), weight, tp) for kind in names}
-        state.append(dict(step=states.get_tensor("step"), **averages))
+        state.append({"step": states.get_tensor("step").clone()})  # clones: a tensor may be the file's own memory
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[-1][kind] = shard(states.get_tensor(f"{kind}.{name}"), weight, tp).clone()
     groups = optimizer.state_dict()["param_groups"]  # this run's: the flag's learning rate counts
     optimizer.load_state_dict({"state": dict(enumerate(state)), "param_groups": groups})
     scaler.load_state_dict(more["scaler"]) if more["scaler"] else None
     rng = states.get_tensor("rng")
     if len(rng) == dist.get_world_size():  # in another layout dropout draws anew
         for generator, random in zip(generators, rng[dist.get_rank()]):
-            generator.set_state(random)
+            generator.set_state(random.clone())
     return step

@@ -1,7 +1,7 @@
 """Measures a script's activations from outside: `count_saved.py OUT script flags...` runs the script as it is.
 
 Each rank writes OUT.RANK, a JSON list of [bytes, data type, shape]: what autograd has kept of the first forward when
-its backward begins. Each piece of memory counts once, parameters do not count.
+its backward begins. Each piece of memory counts once, parameters do not count. Rank 0 prints the sum.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def step(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
     return adamw_step(self, *args, **kwargs)
 
 
-torch.optim.AdamW.step = step  # type: ignore[method-assign]
+torch.optim.AdamW.step = step  # type: ignore[method-assign, assignment]
 with saved_tensors_hooks(pack, unpack), contextlib.suppress(SystemExit):
     runpy.run_path(script, run_name="__main__")
 found = [
@@ -54,3 +54,5 @@ found = [
 ]
 with open(f"{out}.{os.environ['RANK']}", "w") as file:
     json.dump(found, file)
+if os.environ["RANK"] == "0":
+    print(f"{sum(entry[0] for entry in found):,} bytes of activations on rank 0")

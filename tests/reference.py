@@ -18,6 +18,9 @@ class Run(NamedTuple):
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, Tensor]
+    drift: dict[
+        str, Tensor
+    ]  # per weight: by how much it moves, if each gradient is off by its tensor's root mean square
 
 
 def shapes(dim: int, layers: int, heads: int, kv_heads: int, vocab_size: int = 256) -> dict[str, tuple[int, ...]]:
@@ -105,7 +108,7 @@ def train(
     num_windows = (len(text) - 1) // seq_len
     steps_per_epoch = num_windows // batch
     w = initial_weights(seed, dtype, **sizes)
-    mean, square = ({name: torch.zeros_like(t) for name, t in w.items()} for _ in range(2))
+    mean, square, drift = ({name: torch.zeros_like(t) for name, t in w.items()} for _ in range(3))
     losses, grad_norms = [], []
     for step in range(steps):
         epoch, place = divmod(step, steps_per_epoch)
@@ -126,4 +129,5 @@ def train(
                 unbiased = mean[name] / (1 - 0.9 ** (step + 1))
                 scale = (square[name] / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8
                 w[name] -= lr * (unbiased / scale + 0.01 * w[name])
-    return Run(losses, grad_norms, {name: t.detach() for name, t in w.items()})
+                drift[name] += (g != 0) * lr * g.square().mean().sqrt() / scale  # large where a gradient is near zero
+    return Run(losses, grad_norms, {name: t.detach() for name, t in w.items()}, drift)

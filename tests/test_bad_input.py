@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from runner import ROOT, run
+from safetensors.torch import save_file
 
 TRAIN, FROM_SCRATCH = "02_ddp/train.py", "02_ddp/from_scratch.py"
 BOTH = (TRAIN, FROM_SCRATCH)
+TP = ("03_tensor_parallel/train.py", "03_tensor_parallel/from_scratch.py")
 SMALL = "--steps 1 --batch 4 --seq-len 8 --dim 16 --layers 2 --heads 2 --kv-heads 1"
 
 CASES = [  # scripts, ranks, flags ({files}: the folder made below), the line
@@ -53,9 +56,56 @@ CASES = [  # scripts, ranks, flags ({files}: the folder made below), the line
     (TRAIN, 2, "--resume {files}/good --dim 32", r"made with .*\[16, 2, 2, 1\].*this run has .*\[32, 2, 2, 1\]"),
     (TRAIN, 2, "--resume {files}/good --batch 8", "made with .*'batch': 4.*this run has .*'batch': 8"),
     (TRAIN, 2, "--resume {files}/good --seed 7", "made with .*'seed': 0.*this run has .*'seed': 7"),
+    (TP, 3, "--tp 2", "world size 3 is not a multiple of {'tp': 2}: use 2 processes"),
+    (TP, 2, "--tp 0", "--tp 0 must be above 0"),
+    (TP, 2, "--tp -2", "--tp -2 must be above 0"),
+    (TP, 2, "--tp 4", "world size 2 is not a multiple of {'tp': 4}: use 4 processes"),
+    (TP, 4, "--heads 2", "--heads 2 is not divisible by --tp 4: use --tp 2"),
+    (TP, 2, "--heads 1 --kv-heads 1", "--heads 1 is not divisible by --tp 2: use --tp 1"),
+    (TP, 4, "--heads 12 --kv-heads 6 --dim 96", "--kv-heads 6 and --tp 4: one must divide the other; use --tp 2"),
+    (TP, 3, "--heads 6 --kv-heads 3 --dim 48 --batch 3", "MLP width 128 is not divisible by --tp 3: use --tp 1"),
+    (TP, 2, "--sequence-parallel --seq-len 31", "--seq-len 31 is not divisible by --tp 2: use --tp 1"),
+    (TP, 2, "--vocab-size 255", "--vocab-size 255 is less than the 256 values of a byte: use 256 or more"),
+    (TP, 2, "--dropout 1", "--dropout 1.0 must be at least 0 and below 1"),
+    (TP, 2, "--dropout -0.1", "--dropout -0.1 must be at least 0 and below 1"),
+    (TP, 2, "--dropout nan", "--dropout nan must be at least 0 and below 1"),
+    (TP, 4, "--tp 2 --batch 3", "--batch 3 is not divisible by 2 data-parallel ranks: use 2 x n"),
+    (TP, 4, "--tp 2 --batch 8 --microbatch 3", "--microbatch 3 must divide a rank's 4: use 1"),
+    (TP, 2, "--kv-heads 0", "--kv-heads 0 must be above 0"),
+    (TP, 2, "--dim 12 --heads 4", "4 heads must divide --dim 12 / 2"),
+    (TP, 2, "--data {files}/short.txt", "short.txt has 9 bytes of text, a batch takes 4097: use more --data"),
+    (TP, 2, "--metrics {files}/nowhere/log.jsonl", "--metrics .*nowhere/log.jsonl needs a folder that exists"),
+    (TP, 2, "--stepz 5", "unrecognized arguments: --stepz 5"),
+    (TP, 2, "--resume {files}/empty", "--resume another folder than .*empty: .*No such file"),
+    (TP, 2, "--resume {files}/torn_tp", "--resume another folder than .*torn_tp: .*[Ii]ncomplete"),
+    (TP, 2, "--resume {files}/torn_states", "--resume another folder than .*torn_states: .*[Ii]ncomplete"),
+    (TP, 2, "--resume {files}/no_states", "--resume another folder than .*no_states: .*No such file"),
+    (TP, 2, "--resume {files}/foreign_tp", "--resume another folder than .*foreign_tp: .*no training state"),
+    (
+        TP,
+        2,
+        "--resume {files}/good_tp --dim 32",
+        r"made with .*\[16, 2, 2, 1, 256\].*this run has .*\[32, 2, 2, 1, 256\]",
+    ),
+    (
+        TP,
+        2,
+        "--resume {files}/good_tp --vocab-size 300",
+        r"made with .*\[16, 2, 2, 1, 256\].*has .*\[16, 2, 2, 1, 300\]",
+    ),
+    (TP, 2, "--resume {files}/good_tp --seed 7", "made with .*'seed': 0.*this run has .*'seed': 7"),
+    (TP[0], 28, "--heads 28 --kv-heads 28 --dim 168", "--vocab-size 256 leaves one of 28 ranks no row: use a smaller"),
+    (
+        TP[0],
+        2,
+        "--compile aot_eager --dropout 0.1",
+        "--compile aot_eager cannot trace --dropout 0.1's generators: leave out one",
+    ),
+    (TP[1], 2, "--regather", "--regather goes with --sequence-parallel, and without --no-overlap"),
+    (TP[1], 2, "--regather --sequence-parallel --no-overlap", "--regather goes with --sequence-parallel, and without"),
 ]
 ROWS = [
-    pytest.param(script, *case, id=f"{Path(script).stem} {case[1]}".replace("{files}/", ""))
+    pytest.param(script, *case, id=f"{script[:2]} {Path(script).stem} {case[1]}".replace("{files}/", ""))
     for scripts, *case in CASES
     for script in ([scripts] if isinstance(scripts, str) else scripts)
 ]
@@ -88,6 +138,13 @@ def files(tmp_path_factory):
     (files / "text" / "checkpoint.pt").write_text("not a checkpoint\n" * 99)
     torch.save({"epoch": 3, "state_dict": {"weight": torch.ones(2)}}, files / "foreign" / "checkpoint.pt")
     torch.save(Bomb(files / "exploded"), files / "pickle" / "checkpoint.pt")
+    run(TP[1], *SMALL.split(), "--save", files / "good_tp").check()
+    for name in ("torn_tp", "torn_states", "no_states", "foreign_tp"):
+        shutil.copytree(files / "good_tp", files / name)
+    for torn in (files / "torn_tp" / "model.safetensors", files / "torn_states" / "optimizer-1.safetensors"):
+        torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
+    (files / "no_states" / "optimizer-1.safetensors").unlink()
+    save_file({"weight": torch.ones(2)}, files / "foreign_tp" / "model.safetensors", {"format": "pt"})
     return files
 
 
@@ -108,19 +165,20 @@ def test_wrong_invocation_ends_on_every_rank_in_one_line(script, nproc, flags, e
     assert not (files / "exploded").exists()  # no code from a checkpoint ran
 
 
-def test_good_checkpoint_resumes(files):
+@pytest.mark.parametrize(("script", "folder"), [(TRAIN, "good"), (TP[0], "good_tp"), (TP[1], "good_tp")])
+def test_good_checkpoint_resumes(script, folder, files):
     """Without this, the refusals above might have another cause."""
-    run(TRAIN, *SMALL.split(), "--steps", 2, "--resume", files / "good", nproc=2).check()
+    run(script, *SMALL.split(), "--steps", 2, "--resume", files / folder, nproc=2).check()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the case is a machine without a GPU, and this one has one")
-@pytest.mark.parametrize("script", BOTH)
+@pytest.mark.parametrize("script", [*BOTH, *TP])
 def test_cuda_on_a_machine_without_gpu_ends_in_one_line(script):
     result = run(script, "--device", "cuda", nproc=2, timeout=20)
     check_one_line(result, "2 local ranks need as many GPUs, this node shows 0: use --device cpu")
 
 
-@pytest.mark.parametrize("script", BOTH)
+@pytest.mark.parametrize("script", [*BOTH, *TP])
 def test_half_set_environment_ends_in_one_line(script):
     result = run(script, env={"WORLD_SIZE": ""}, timeout=20)
     check_one_line(result, "RANK, MASTER_ADDR, MASTER_PORT set without WORLD_SIZE: start with torchrun, or unset them")
