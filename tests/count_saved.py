@@ -47,12 +47,12 @@ def step(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
 torch.optim.AdamW.step = step  # type: ignore[method-assign, assignment]
 with saved_tensors_hooks(pack, unpack), contextlib.suppress(SystemExit):
     runpy.run_path(script, run_name="__main__")
-found = [
-    [tensor.untyped_storage().nbytes(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+found: list[tuple[int, str, list[int]]] = [
+    (tensor.untyped_storage().nbytes(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
     for address, tensor in kept.items()
     if address not in parameters
 ]
 with open(f"{out}.{os.environ['RANK']}", "w") as file:
     json.dump(found, file)
 if os.environ["RANK"] == "0":
-    print(f"{sum(entry[0] for entry in found):,} bytes of activations on rank 0")
+    print(f"{sum(size for size, *_ in found):,} bytes of activations on rank 0")
