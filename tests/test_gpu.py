@@ -13,9 +13,17 @@ from runner import ROOT
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="this machine shows no GPU")]
 
-SCRIPTS = ["02_ddp/train.py", "02_ddp/from_scratch.py"]
+SCRIPTS = [f"{folder}/{name}.py" for folder in ("02_ddp", "03_tensor_parallel") for name in ("train", "from_scratch")]
 FLOAT64 = 1e-9  # kernels of the GPU sum in another order
 BFLOAT16 = 5e-3  # 8 bits a product, averaged over the batch
+
+
+def layouts(script, nproc):
+    """Returns the flags of the script's layouts on so many GPUs; the model has 4 heads."""
+    if not script.startswith("03"):
+        return [["--microbatch", 1]]
+    sizes = {min(nproc, 4), 2 - nproc % 2}
+    return [["--tp", tp, *more] for tp in sizes for more in ([], ["--sequence-parallel"])]
 
 
 def launch(script, *flags, nproc, tmp_path):
@@ -30,19 +38,19 @@ def launch(script, *flags, nproc, tmp_path):
 @pytest.mark.parametrize("nproc", [n for n in (1, 2, 4, 8) if n <= max(NUM_GPUS, 1)])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_losses_and_gradient_norms_under_nccl_equal_the_serial_reference(script, nproc, flags, text, tmp_path):
-    rows, output = launch(script, *flags, "--dtype", "float64", "--microbatch", 1, nproc=nproc, tmp_path=tmp_path)
     expected = reference.train(STEPS, BATCH, SEQ_LEN, text, torch.float64, **SIZES)
-    assert "nccl | cuda" in output
-    assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=FLOAT64)
-    assert [row["grad_norm"] for row in rows] == pytest.approx(expected.grad_norms, rel=FLOAT64)
-    assert all(row["peak_mib"] > row["state_mib"] for row in rows)
+    for layout in layouts(script, nproc):
+        rows, output = launch(script, *flags, "--dtype", "float64", *layout, nproc=nproc, tmp_path=tmp_path)
+        assert "nccl | cuda" in output
+        assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=FLOAT64)
+        assert [row["grad_norm"] for row in rows] == pytest.approx(expected.grad_norms, rel=FLOAT64)
+        assert all(row["peak_mib"] > row["state_mib"] for row in rows)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bfloat16_follows_the_reference_under_nccl(script, flags, text, tmp_path):
-    rows, _ = launch(
-        script, *flags, "--dtype", "bfloat16", nproc=NUM_GPUS if NUM_GPUS in (1, 2, 4, 8) else 1, tmp_path=tmp_path
-    )
+    nproc = NUM_GPUS if NUM_GPUS in (1, 2, 4) else 1
+    rows, _ = launch(script, *flags, "--dtype", "bfloat16", nproc=nproc, tmp_path=tmp_path)
     expected = reference.train(STEPS, BATCH, SEQ_LEN, text, torch.float32, **SIZES)
     assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=BFLOAT16)
 
@@ -52,7 +60,7 @@ def test_the_hot_loop_never_makes_the_host_wait_for_the_gpu(script, flags, tmp_p
     """Synchronising calls are errors while a step is computed; reading the step before waits on an event only."""
     wrapper = tmp_path / "no_sync_allowed.py"
     wrapper.write_text(
-        "import runpy, sys, torch\n"
+        "import os, runpy, sys, torch\n"
         "from torch.optim import AdamW\n"
         "step = AdamW.step\n"
         "def first_step(self, *args, **kwargs):\n"  # set-up may wait; from the first optimizer step on nothing may
@@ -60,6 +68,7 @@ def test_the_hot_loop_never_makes_the_host_wait_for_the_gpu(script, flags, tmp_p
         "    return step(self, *args, **kwargs)\n"
         "AdamW.step = first_step\n"
         "sys.argv = sys.argv[1:]\n"
+        "sys.path.insert(0, os.path.dirname(sys.argv[0]))\n"  # as `python script` does
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     launch(wrapper, ROOT / script, *flags, "--steps", 20, nproc=1, tmp_path=tmp_path)
