@@ -12,6 +12,9 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the repository root, searched last
 from common.process_group import UsageError  # copied this folder out? copy common/ beside it or into it
 
@@ -73,3 +76,47 @@ def read_checkpoint(folder, run):
     except Exception as error:
         raise UsageError(f"--resume another folder than {folder}: {error!r:.400}".replace("\n", " ")) from None
     return note["step"], weights, optimizer, note["more"]
+
+
+def save_training(folder, run, step, model, optimizer, scaler, generators, whole):
+    """Puts every tensor together, one at a time, and has rank 0 write it; all ranks must call this.
+
+    whole(part, weight): the whole tensor, from the part of it that a rank has: of the weight, or of a state of its.
+    """
+    random = torch.stack([generator.get_state() for generator in generators])
+    # all_gather over all ranks: this rank's random states -> those of all
+    dist.all_gather_object(rng := [None] * dist.get_world_size(), random)
+    weights, states = {}, {"rng": torch.stack(rng)}
+    for name, weight in model.named_parameters():
+        state = optimizer.state[weight]
+        states["step"] = state["step"].cpu()
+        for into, key, part in (
+            (weights, name, weight.detach()),
+            (states, f"exp_avg.{name}", state["exp_avg"]),
+            (states, f"exp_avg_sq.{name}", state["exp_avg_sq"]),
+        ):
+            tensor = whole(part, weight)
+            if dist.get_rank() == 0:
+                into[key] = tensor.cpu().contiguous()
+    if dist.get_rank() == 0:
+        write_checkpoint(folder, run, step, weights, states, {"scaler": scaler.state_dict()})
+
+
+def load_training(folder, run, model, optimizer, scaler, generators, part):
+    """Takes this rank's part of every tensor, one at a time; returns the step. part(whole, weight): the part."""
+    step, weights, states, more = read_checkpoint(folder, run)
+    state = []
+    for name, weight in model.named_parameters():
+        weight.detach().copy_(part(weights.get_tensor(name), weight))
+        state.append({"step": states.get_tensor("step").clone()})  # clones: a tensor may be the file's own memory
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[-1][kind] = part(states.get_tensor(f"{kind}.{name}"), weight).clone()
+    groups = optimizer.state_dict()["param_groups"]  # this run's: the flag's learning rate counts
+    optimizer.load_state_dict({"state": dict(enumerate(state)), "param_groups": groups})
+    if more["scaler"]:
+        scaler.load_state_dict(more["scaler"])
+    rng = states.get_tensor("rng")
+    if len(rng) == dist.get_world_size():  # in another layout dropout draws anew
+        for generator, random in zip(generators, rng[dist.get_rank()]):
+            generator.set_state(random.clone())
+    return step

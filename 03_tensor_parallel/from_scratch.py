@@ -13,15 +13,17 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checkpoint import load_training, save_training
 from layers import ColumnParallelLinear, RowParallelLinear, VocabParallelCrossEntropy, VocabParallelEmbedding, project
 from operators import TensorParallel
 from options import add_dropout, check_tp
-from shards import clip_gradients, copies, init_shards, load_shards, save_shards, sum_gradients
+from shards import clip_gradients, copies, init_shards, shard, sum_gradients, unshard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -206,8 +208,6 @@ def main():
     with process_group(args.device, args.timeout, tp=max(1, args.tp or 1)) as (rank, _, world_size, device):
         check_tp(args, tp_size := world_size if args.tp is None else args.tp)
         check_args(args, dp_size := world_size // tp_size)
-        if args.regather and (args.no_overlap or not args.sequence_parallel):
-            raise UsageError("--regather goes with --sequence-parallel, and without --no-overlap")
         windows, cuda = read_windows(args.data, args.seq_len, args.batch), device.type == "cuda"
         mesh = init_device_mesh(device.type, (dp_size, tp_size), mesh_dim_names=("dp", "tp"))  # tp: neighbours
         dp_rank, dp_group = mesh.get_local_rank("dp"), mesh.get_group("dp")
@@ -231,9 +231,9 @@ def main():
         # A gradient that overflows on one rank must stop the step on all of its tp group.
         scaler = ShardedGradScaler(device.type, enabled=args.dtype == "float16", process_group=tp.group)
         run = dict(windows=len(windows), batch=args.batch, seq_len=args.seq_len, seed=args.seed, sizes=sizes)
-        parts, first, works = (model, optimizer, scaler, (shared, private), tp), 0, []
+        parts, first, works = (model, optimizer, scaler, (shared, private)), 0, []
         if args.resume and (args.resume != args.save or Path(args.resume, "model.safetensors").exists()):
-            first = load_shards(args.resume, run, *parts)
+            first = load_training(args.resume, run, *parts, partial(shard, tp=tp))
         metrics = open(args.metrics if rank == 0 else os.devnull, "a" if first else "w")
         norms = [w for w in weights if not hasattr(w, "placement")] if tp.sequence_parallel else []
         same_kv = [w for w in weights if hasattr(w, "placement") and copies(w, tp) > 1]
@@ -291,7 +291,7 @@ def main():
             while len(late) > (step < args.steps):  # one step late; at the end, all
                 report(*late.pop(0))
         if args.save:
-            save_shards(args.save, run, max(first, args.steps), *parts)
+            save_training(args.save, run, max(first, args.steps), *parts, partial(unshard, tp=tp))
         whole, part = sum(getattr(w, "placement", w).shape.numel() for w in weights), sum(w.numel() for w in weights)
         log(f"{part:,} of {whole:,} parameters on each rank")
 

@@ -26,6 +26,8 @@ def check_tp(args, tp_size):
         raise UsageError(f"--vocab-size {args.vocab_size} is less than the 256 values of a byte: use 256 or more")
     if not 0 <= args.dropout < 1:
         raise UsageError(f"--dropout {args.dropout} must be at least 0 and below 1")
+    if vars(args).get("regather") and (args.no_overlap or not args.sequence_parallel):  # from_scratch.py's
+        raise UsageError("--regather goes with --sequence-parallel, and without --no-overlap")
     if args.save or args.resume:
         require_safetensors()
 

@@ -1,4 +1,4 @@
-"""How a parameter is split over a tensor-parallel group, and what follows: initial weights, gradients, checkpoint."""
+"""How a parameter is split over a tensor-parallel group, and what follows: initial weights, gradients, their norm."""
 
 import zlib
 from collections import defaultdict
@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checkpoint import read_checkpoint, write_checkpoint
 from torch import nn
 
 
@@ -83,42 +82,3 @@ def clip_gradients(weights, max_norm, tp):
     dist.all_reduce(square, group=tp.group)  # all_reduce over tp: square of this rank's part of the norm -> of the norm
     nn.utils.clip_grads_with_norm_(weights, max_norm, norm := square.sqrt())
     return norm
-
-
-# ---- checkpoint ----
-def save_shards(folder, run, step, model, optimizer, scaler, generators, tp):
-    """Puts every tensor together, one at a time, and has rank 0 write the whole."""
-    random = torch.stack([generator.get_state() for generator in generators])
-    dist.all_gather_object(rng := [None] * dist.get_world_size(), random)
-    weights, states = {}, {"rng": torch.stack(rng)}
-    for name, weight in model.named_parameters():
-        state = optimizer.state[weight]
-        states["step"] = state["step"].cpu()
-        for into, key, part in (
-            (weights, name, weight.data),
-            (states, f"exp_avg.{name}", state["exp_avg"]),
-            (states, f"exp_avg_sq.{name}", state["exp_avg_sq"]),
-        ):
-            whole = unshard(part, weight, tp)
-            into[key] = whole.cpu().contiguous() if dist.get_rank() == 0 else None
-    if dist.get_rank() == 0:
-        write_checkpoint(folder, run, step, weights, states, {"scaler": scaler.state_dict()})
-
-
-def load_shards(folder, run, model, optimizer, scaler, generators, tp):
-    """Takes this rank's part of every tensor, one at a time; returns the step."""
-    step, weights, states, more = read_checkpoint(folder, run)
-    state = []
-    for name, weight in model.named_parameters():
-        weight.data.copy_(shard(weights.get_tensor(name), weight, tp))
-        state.append({"step": states.get_tensor("step").clone()})  # clones: a tensor may be the file's own memory
-        for kind in ("exp_avg", "exp_avg_sq"):
-            state[-1][kind] = shard(states.get_tensor(f"{kind}.{name}"), weight, tp).clone()
-    groups = optimizer.state_dict()["param_groups"]  # this run's: the flag's learning rate counts
-    optimizer.load_state_dict({"state": dict(enumerate(state)), "param_groups": groups})
-    scaler.load_state_dict(more["scaler"]) if more["scaler"] else None
-    rng = states.get_tensor("rng")
-    if len(rng) == dist.get_world_size():  # in another layout dropout draws anew
-        for generator, random in zip(generators, rng[dist.get_rank()]):
-            generator.set_state(random.clone())
-    return step

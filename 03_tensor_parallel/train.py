@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dtensors import Replicated, init_dtensors, load_dtensors, save_dtensors, use_async_tp
+from checkpoint import load_training, save_training
+from dtensors import Replicated, init_dtensors, part_of, use_async_tp
 from options import add_dropout, check_tp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -211,7 +212,7 @@ def train_with_dtensor(args, rank, world_size, device):
     run = dict(windows=len(windows), batch=args.batch, seq_len=args.seq_len, seed=args.seed, sizes=sizes)
     parts, first = (model, optimizer, scaler, (shared, private)), 0
     if args.resume and (args.resume != args.save or Path(args.resume, "model.safetensors").exists()):
-        first = load_dtensors(args.resume, run, *parts)
+        first = load_training(args.resume, run, *parts, part_of)
     # Async tensor parallelism needs GPUs that reach each other's memory, and all_gathers to overlap.
     one_node = cuda and 1 < tp_size <= torch.cuda.device_count()
     if overlap := one_node and args.sequence_parallel and args.compile == "inductor":
@@ -280,7 +281,8 @@ def train_with_dtensor(args, rank, world_size, device):
         while len(late) > (step < args.steps):  # one step late; at the end, all
             report(*late.pop(0))
     if args.save:
-        save_dtensors(args.save, run, max(first, args.steps), *parts)
+        # all_gather over tp, of what is sharded: one tensor at a time
+        save_training(args.save, run, max(first, args.steps), *parts, lambda part, _: part.full_tensor())
     log(f"{held:,} of {whole:,} bytes of parameters, gradients and AdamW states on each rank")
 
 

@@ -84,13 +84,13 @@ def train(tmp_path_factory: pytest.TempPathFactory, flags: list[object]) -> Call
 
 @pytest.fixture(scope="session")
 def serial(text: str) -> Callable[..., reference.Run]:
-    """The serial reference on the same text, once per data type and sizes."""
+    """The serial reference on the same text, once per data type, steps and sizes."""
     done: dict[tuple, reference.Run] = {}
 
-    def serial(dtype: torch.dtype, **sizes: int) -> reference.Run:
-        key = (dtype, *sorted(sizes.items()))
+    def serial(dtype: torch.dtype, steps: int = STEPS, **sizes: int) -> reference.Run:
+        key = (dtype, steps, *sorted(sizes.items()))
         if key not in done:
-            done[key] = reference.train(STEPS, BATCH, SEQ_LEN, text, dtype, **(SIZES | sizes))
+            done[key] = reference.train(steps, BATCH, SEQ_LEN, text, dtype, **(SIZES | sizes))
         return done[key]
 
     return serial

@@ -157,7 +157,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_these_tests_turn_red_when_there_are(fault, plant, train, flags, tmp_path):
-    script = plant(FROM_SCRATCH, ("shards.py", *FAULTS[fault]))
+    script = plant(FROM_SCRATCH, ("checkpoint.py", *FAULTS[fault]))
     more = ["--dropout", 0.2] if "random" in fault else []
     healthy, faulty = (
         resumed(train, flags, folder, (FROM_SCRATCH, 2, []), (script, 2, []), *more)[0]
