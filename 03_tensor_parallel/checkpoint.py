@@ -48,10 +48,10 @@ def write_checkpoint(folder, run, step, weights, optimizer, more):
     states, note = Path(folder, f"optimizer-{step}.safetensors"), dict(step=step, run=run, more=more)
     metadata = {"format": "pt", "training": json.dumps(note)}  # transformers asks for the format
     dim, layers, heads, kv_heads, vocab_size = run["sizes"]
-    config = dict(architectures=["LlamaForCausalLM"], model_type="llama", rms_norm_eps=1e-5, tie_word_embeddings=False)
+    config = dict(architectures=["LlamaForCausalLM"], model_type="llama", rms_norm_eps=1e-5, rope_theta=10000.0)
     config |= dict(hidden_size=dim, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads)
     config |= dict(vocab_size=vocab_size, intermediate_size=weights["model.layers.0.mlp.up_proj.weight"].shape[0])
-    config |= dict(rope_theta=10000.0, max_position_embeddings=run["seq_len"], hidden_act="silu")
+    config |= dict(max_position_embeddings=run["seq_len"], tie_word_embeddings="lm_head.weight" not in weights)
     write_aside(states, lambda path: save_file(optimizer, path, metadata))
     write_aside(Path(folder, "config.json"), lambda path: Path(path).write_text(json.dumps(config, indent=1)))
     write_aside(Path(folder, "model.safetensors"), lambda path: save_file(weights, path, metadata))  # from here on, new

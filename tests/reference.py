@@ -23,8 +23,10 @@ class Run(NamedTuple):
     ]  # per weight: by how much it moves, if each gradient is off by its tensor's root mean square
 
 
-def shapes(dim: int, layers: int, heads: int, kv_heads: int, vocab_size: int = 256) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters of Hugging Face's LlamaForCausalLM by name."""
+def shapes(
+    dim: int, layers: int, heads: int, kv_heads: int, vocab_size: int = 256, tied: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters of Hugging Face's LlamaForCausalLM by name. tied: the embedding is the head, too."""
     hidden = math.ceil(8 * dim / 3 / 64) * 64
     kv_dim = dim // heads * kv_heads
     result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab_size, dim)}
@@ -41,7 +43,8 @@ def shapes(dim: int, layers: int, heads: int, kv_heads: int, vocab_size: int = 2
             "mlp.down_proj": (dim, hidden),
         }
         result |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
-    return result | {"model.norm.weight": (dim,), "lm_head.weight": (vocab_size, dim)}
+    head = {} if tied else {"lm_head.weight": (vocab_size, dim)}
+    return result | {"model.norm.weight": (dim,), **head}
 
 
 def initial_weights(seed: int, dtype: torch.dtype, **sizes: int) -> dict[str, Tensor]:
@@ -84,7 +87,7 @@ def logits(w: dict[str, Tensor], tokens: Tensor, layers: int, heads: int, kv_hea
         h = norm(x, layer["post_attention_layernorm.weight"])
         gate = h @ layer["mlp.gate_proj.weight"].T
         x = x + (gate * gate.sigmoid() * (h @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
-    return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+    return norm(x, w["model.norm.weight"]) @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
 def text_of(path: str | None) -> bytes:
@@ -101,9 +104,13 @@ def train(
     lr: float = 3e-3,
     clip: float = 1.0,
     seed: int = 0,
+    lengths: list[int] | None = None,
     **sizes: int,
 ) -> Run:
-    """Trains on the global batches of the scripts and returns loss and gradient norm of each step."""
+    """Trains on the global batches of the scripts and returns loss and gradient norm of each step.
+
+    lengths: of each sequence of the batch; what stands behind is not trained on.
+    """
     text = torch.tensor(list(text_of(data)))
     num_windows = (len(text) - 1) // seq_len
     steps_per_epoch = num_windows // batch
@@ -116,7 +123,8 @@ def train(
         chosen = order[place * batch : (place + 1) * batch]
         tokens = torch.stack([text[i * seq_len : i * seq_len + seq_len + 1] for i in chosen.tolist()])
         log_p = logits(w, tokens[:, :-1], **sizes).log_softmax(-1)
-        loss = -log_p.gather(-1, tokens[:, 1:, None]).mean()
+        counts = torch.arange(seq_len) < torch.tensor(lengths or [seq_len] * batch)[:, None]
+        loss = -log_p.gather(-1, tokens[:, 1:, None])[counts].mean()
         gradients = dict(zip(w, torch.autograd.grad(loss, list(w.values()))))
         grad_norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
         losses.append(loss.item())
