@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from operators import TensorParallel
 from options import add_dropout, check_tp
 from shards import clip_gradients, copies, init_shards, shard, sum_gradients, unshard
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the repository root, searched last
@@ -209,10 +209,10 @@ def main():
         check_tp(args, tp_size := world_size if args.tp is None else args.tp)
         check_args(args, dp_size := world_size // tp_size)
         windows, cuda = read_windows(args.data, args.seq_len, args.batch), device.type == "cuda"
-        mesh = init_device_mesh(device.type, (dp_size, tp_size), mesh_dim_names=("dp", "tp"))  # tp: neighbours
-        dp_rank, dp_group = mesh.get_local_rank("dp"), mesh.get_group("dp")
-        options = (args.sequence_parallel, not args.no_overlap, args.regather)
-        tp = TensorParallel(mesh.get_group("tp"), mesh.get_local_rank("tp"), tp_size, *options)
+        ranks, timeout = torch.arange(world_size).view(dp_size, tp_size), timedelta(0, args.timeout)  # tp: neighbours
+        groups = (dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0] for lists in (ranks.T, ranks))
+        (dp_group, tp_group), (dp_rank, tp_rank) = groups, divmod(rank, tp_size)
+        tp = TensorParallel(tp_group, tp_rank, tp_size, args.sequence_parallel, not args.no_overlap, args.regather)
         sizes = [args.dim, args.layers, args.heads, args.kv_heads, args.vocab_size]
         with torch.device("meta"):
             model = Llama(*sizes)
@@ -237,7 +237,7 @@ def main():
         metrics = open(args.metrics if rank == 0 else os.devnull, "a" if first else "w")
         norms = [w for w in weights if not hasattr(w, "placement")] if tp.sequence_parallel else []
         same_kv = [w for w in weights if hasattr(w, "placement") and copies(w, tp) > 1]
-        kv_group = dist.new_subgroups(copies(same_kv[0], tp))[0] if same_kv else None  # neighbours
+        kv_group = dist.new_subgroups(copies(same_kv[0], tp), timeout=timeout)[0] if same_kv else None  # neighbours
         for weight in weights if dp_size > 1 else ():
             # all_reduce over dp: this replica's gradient -> the sum, while the last microbatch's backward goes on
             weight.register_post_accumulate_grad_hook(

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from checkpoint import load_training, save_training
 from dtensors import Replicated, init_dtensors, part_of, use_async_tp
 from options import add_dropout, check_tp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 
@@ -191,8 +192,11 @@ def train_with_dtensor(args, rank, world_size, device):
     if -(-args.vocab_size // tp_size) * (tp_size - 1) >= args.vocab_size:  # loss_parallel would wait for ever
         raise UsageError(f"--vocab-size {args.vocab_size} leaves one of {tp_size} ranks no row: use a smaller --tp")
     windows, cuda = read_windows(args.data, args.seq_len, args.batch), device.type == "cuda"
-    mesh = init_device_mesh(device.type, (dp_size, tp_size), mesh_dim_names=("dp", "tp"))  # tp: neighbours
-    dp_rank, dp_group = mesh.get_local_rank("dp"), mesh.get_group("dp")
+    ranks, timeout = torch.arange(world_size).view(dp_size, tp_size), timedelta(seconds=args.timeout)  # tp: neighbours
+    # init_device_mesh would leave its groups without this timeout.
+    groups = [dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0] for lists in (ranks.T, ranks)]
+    mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp", "tp"))
+    dp_rank, dp_group = rank // tp_size, groups[0]
     shared = torch.Generator(device).manual_seed(args.seed + world_size + dp_rank + 1)  # alike in a tp group
     private = torch.Generator(device).manual_seed(args.seed + rank + 1)
     sizes = [args.dim, args.layers, args.heads, args.kv_heads, args.vocab_size]
@@ -216,7 +220,7 @@ def train_with_dtensor(args, rank, world_size, device):
     # Async tensor parallelism needs GPUs that reach each other's memory, and all_gathers to overlap.
     one_node = cuda and 1 < tp_size <= torch.cuda.device_count()
     if overlap := one_node and args.sequence_parallel and args.compile == "inductor":
-        use_async_tp(mesh.get_group("tp"))
+        use_async_tp(groups[1])
     if args.compile:
         model.compile(backend=args.compile)
     metrics = open(args.metrics if rank == 0 else os.devnull, "a" if first else "w")

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 TRAIN, FROM_SCRATCH = "02_ddp/train.py", "02_ddp/from_scratch.py"
 BOTH = (TRAIN, FROM_SCRATCH)
+PP = ("04_pipeline/train.py", "04_pipeline/from_scratch.py")
 TP = ("03_tensor_parallel/train.py", "03_tensor_parallel/from_scratch.py")
 SMALL = "--steps 1 --batch 4 --seq-len 8 --dim 16 --layers 2 --heads 2 --kv-heads 1"
 
@@ -100,6 +101,32 @@ CASES = [  # scripts, ranks, flags ({files}: the folder made below), the line
         2,
         "--compile aot_eager --dropout 0.1",
         "--compile aot_eager cannot trace --dropout 0.1's generators: leave out one",
+    ),
+    (PP, 3, "--pp 2", "world size 3 is not a multiple of {'pp': 2}: use 2 processes"),
+    (PP, 2, "--pp 0", "--pp 0 must be above 0"),
+    (PP, 4, "--layers 3", "--layers 3 are fewer than 4 ranks x 1 = 4 stages: use --layers 4 or fewer ranks"),
+    (PP, 2, "--schedule interleaved --chunks 3", "--layers 4 are fewer than 2 ranks x 3 = 6 stages"),
+    (PP, 2, "--chunks 2", "--chunks 2 does not go with --schedule 1f1b on 2 ranks: use 1 or more with interleaved"),
+    (PP, 2, "--schedule interleaved --chunks -1", "--chunks -1 does not go with .*: use 1 or more with interleaved"),
+    (PP, 2, "--split 2,3", "--split 2,3 sums to 5 in 2 stages: use 2 numbers of 1 and more that sum to --layers 4"),
+    (PP, 2, "--split 4,0", "--split 4,0 sums to 4 in 2 stages: use 2 numbers of 1 and more that sum to --layers 4"),
+    (PP, 2, "--split 1,2,1", "--split 1,2,1 sums to 4 in 3 stages: use 2 numbers"),
+    (PP, 2, "--split a,b", "--split a,b must be 2 numbers of layers, as in 3,5"),
+    (PP, 2, "--schedule dualpipe", "--schedule: invalid choice: 'dualpipe'.*1f1b"),
+    (PP, 2, "--batch 32 --microbatch 3", "--microbatch 3 must divide a rank's 32: use 1"),
+    (PP, 4, "--pp 2 --batch 3", "--batch 3 is not divisible by 2 data-parallel ranks: use 2 x n"),
+    (PP[1], 2, "--timeline {files}/picture.gif", "--timeline .*picture.gif must end in .svg or .png"),
+    (PP[1], 2, "--timeline {files}/nowhere/picture.svg", "--timeline .*picture.svg needs a folder that exists"),
+    (PP[1], 2, "--simulate 1,2", "--simulate 1,2 must be four costs F,B,W,SEND"),
+    (PP[1], 2, "--simulate 0,1,1,0", "--simulate 0,1,1,0 must be four costs F,B,W,SEND, F and B above 0"),
+    (PP, 2, "--resume {files}/torn_tp", "--resume another folder than .*torn_tp: .*[Ii]ncomplete"),
+    (PP, 2, "--resume {files}/good_tp", "made with .*this run has .*'tied': False"),
+    (PP[0], 4, "--microbatch 16", "--schedule 1f1b with 2 microbatches, not 4 or more: use --microbatch 4, or gpipe"),
+    (
+        PP[0],
+        2,
+        "--batch 9 --microbatch 1 --schedule zero-bubble",
+        "zero-bubble with 9 microbatches, not a multiple of 4",
     ),
     (TP[1], 2, "--regather", "--regather goes with --sequence-parallel, and without --no-overlap"),
     (TP[1], 2, "--regather --sequence-parallel --no-overlap", "--regather goes with --sequence-parallel, and without"),

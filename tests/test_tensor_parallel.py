@@ -142,6 +142,18 @@ def test_float16_overflow_on_one_rank_makes_all_ranks_skip_the_step(script, plan
     assert one.column("loss")[3:] != whole.column("loss")[3:]
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_rank_that_stalls_ends_the_job_within_the_timeout(script, plant, flags):
+    """In groups of some ranks, too: those that a device mesh makes by itself wait for half an hour."""
+    indent = " " * (12 if script == FROM_SCRATCH else 8)
+    place = f"{indent}scaler.unscale_(optimizer)\n"
+    stall = f"{indent}if step == 2 and rank == 1:\n{indent}    import signal\n{indent}    signal.pause()\n"
+    stalled = plant(script, (place, stall + place))
+    result = run(stalled, *flags, "--tp", 2, "--timeout", 4, nproc=4, timeout=25)
+    assert result.codes[1] == -9  # killed at the end, as torchrun would
+    assert result.codes[0] == result.codes[2] == result.codes[3] == 1
+
+
 # ---- what crosses the network ----
 def collectives(script, flags, tmp_path, nproc, *more):
     """Returns [operation, elements] per call of 2 steps, sorted; all ranks must have made the same calls."""
