@@ -54,8 +54,8 @@ def connect(schedule, pipelines, num_stages, timeout):
 class Executor:
     """Runs the steps of one rank.
 
-    forward(stage, x, microbatch) returns what the stage makes of x, None for the first stage; the last stage's is the
-    loss. finished(stage): called when its gradients are complete. noted: the list that take_apart has filled.
+    forward(stage, x, microbatch) returns what the stage makes of x, None for the first; of the last stage, the loss.
+    finished(stage): called when its gradients are complete. noted: the list that take_apart has filled.
     """
 
     def __init__(self, steps, pipe, forward, device, dtype, finished=None, noted=None):
@@ -106,8 +106,7 @@ class Executor:
         number: the optimizer step, for errors. shapes: of what stages send each other, per microbatch.
         """
         self.number, self.shapes, self.here, self.arriving, self.leaving = number, shapes, {}, {}, []
-        held, later = {}, {}
-        self.expected = defaultdict(deque)
+        held, later, self.expected = {}, {}, defaultdict(deque)
         for step in self.steps:
             if (source := self.pipe.neighbour(step, -1)) and (edge := self.edge(source, step))[0] != edge[1]:
                 self.expected[edge].append(step)

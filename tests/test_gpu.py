@@ -13,14 +13,18 @@ from runner import ROOT
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="this machine shows no GPU")]
 
-SCRIPTS = [f"{folder}/{name}.py" for folder in ("02_ddp", "03_tensor_parallel") for name in ("train", "from_scratch")]
+FOLDERS = ["02_ddp", "03_tensor_parallel", "04_pipeline"]
+SCRIPTS = [f"{folder}/{name}.py" for folder in FOLDERS for name in ("train", "from_scratch")]
 FLOAT64 = 1e-9  # kernels of the GPU sum in another order
 BFLOAT16 = 5e-3  # 8 bits a product, averaged over the batch
 
 
 def layouts(script, nproc):
-    """Returns the flags of the script's layouts on so many GPUs; the model has 4 heads."""
-    if not script.startswith("03"):
+    """Returns the flags of the script's layouts on so many GPUs; the model has 4 heads and 2 layers."""
+    if script.startswith("04"):
+        schedules = (["gpipe"], ["1f1b"], ["interleaved", "--chunks", 1], ["zero-bubble"])
+        return [["--microbatch", 1, "--pp", min(nproc, 2), "--schedule", *schedule] for schedule in schedules]
+    if script.startswith("02"):
         return [["--microbatch", 1]]
     sizes = {min(nproc, 4), 2 - nproc % 2}
     return [["--tp", tp, *more] for tp in sizes for more in ([], ["--sequence-parallel"])]
@@ -49,7 +53,7 @@ def test_losses_and_gradient_norms_under_nccl_equal_the_serial_reference(script,
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bfloat16_follows_the_reference_under_nccl(script, flags, text, tmp_path):
-    nproc = NUM_GPUS if NUM_GPUS in (1, 2, 4) else 1
+    nproc = min(NUM_GPUS, 2)
     rows, _ = launch(script, *flags, "--dtype", "bfloat16", nproc=nproc, tmp_path=tmp_path)
     expected = reference.train(STEPS, BATCH, SEQ_LEN, text, torch.float32, **SIZES)
     assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=BFLOAT16)

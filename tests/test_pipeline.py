@@ -296,6 +296,15 @@ def test_the_equality_test_turns_red_when_there_is(fault, plant, train):
     assert faulty.column("loss") + faulty.column("grad_norm") != pytest.approx(expected, rel=EXACT)
 
 
+def test_the_librarys_scale_grads_divides_a_sum_by_the_number_of_microbatches(plant, train):
+    """Right for a loss that is a mean per microbatch, not for this one; the first loss does not show it."""
+    ours = "return schedule(stages[0], num_microbatches, loss_fn, scale_grads=False)"
+    script = plant(TRAIN, ("library.py", ours, ours.replace(", scale_grads=False", "")))
+    right, wrong = (train(one, "--microbatch", 6) for one in (TRAIN, script))  # 8 microbatches
+    assert wrong.column("loss")[0] == pytest.approx(right.column("loss")[0], rel=EXACT)
+    assert wrong.column("grad_norm")[0] == pytest.approx(right.column("grad_norm")[0] / 8, rel=EXACT)
+
+
 def test_the_executor_sees_activations_that_are_not_freed(plant, base):
     keep = plant(FROM_SCRATCH, ("executor.py", "x, y = held.pop(key)", "x, y = held[key]"))
     result = run(keep, *base, "--layers", 4, "--microbatch", 6, nproc=2)
