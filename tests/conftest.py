@@ -90,7 +90,8 @@ def serial(text: str) -> Callable[..., reference.Run]:
     def serial(dtype: torch.dtype, steps: int = STEPS, **sizes: int) -> reference.Run:
         key = (dtype, steps, *sorted(sizes.items()))
         if key not in done:
-            done[key] = reference.train(steps, BATCH, SEQ_LEN, text, dtype, **(SIZES | sizes))
+            all_sizes: dict[str, Any] = SIZES | sizes
+            done[key] = reference.train(steps, BATCH, SEQ_LEN, text, dtype, **all_sizes)
         return done[key]
 
     return serial

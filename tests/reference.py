@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
 
 def shapes(
-    dim: int, layers: int, heads: int, kv_heads: int, vocab_size: int = 256, tied: bool = False
+    dim: int, layers: int, heads: int, kv_heads: int, vocab_size: int = 256, tied: int = False
 ) -> dict[str, tuple[int, ...]]:
     """Returns the parameters of Hugging Face's LlamaForCausalLM by name. tied: the embedding is the head, too."""
     hidden = math.ceil(8 * dim / 3 / 64) * 64
