@@ -241,7 +241,7 @@ def test_measured_events_of_all_kinds_are_drawn(tmp_path):
 
 
 def test_png_is_drawn_by_matplotlib(tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
     draw({"$a_1$": simulate(gpipe(2, 2), UNIT)}, tmp_path / "a.png", "title")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
 
