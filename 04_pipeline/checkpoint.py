@@ -33,6 +33,21 @@ def write_aside(path, write):
     os.replace(aside, path)
 
 
+def write_model(folder, run, weights, metadata):
+    """Writes {name: tensor} as Hugging Face's LlamaForCausalLM: from_pretrained(folder) loads it. metadata: texts."""
+    from safetensors.torch import save_file
+
+    dim, layers, heads, kv_heads, vocab_size = run["sizes"]
+    config = dict(architectures=["LlamaForCausalLM"], model_type="llama", rms_norm_eps=1e-5, rope_theta=10000.0)
+    config |= dict(hidden_size=dim, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    config |= dict(vocab_size=vocab_size, intermediate_size=weights["model.layers.0.mlp.up_proj.weight"].shape[0])
+    config |= dict(max_position_embeddings=run["seq_len"], tie_word_embeddings="lm_head.weight" not in weights)
+    os.makedirs(folder, exist_ok=True)
+    metadata = metadata | {"format": "pt"}  # transformers asks for it
+    write_aside(Path(folder, "config.json"), lambda path: Path(path).write_text(json.dumps(config, indent=1)))
+    write_aside(Path(folder, "model.safetensors"), lambda path: save_file(weights, path, metadata))
+
+
 def write_checkpoint(folder, run, step, weights, optimizer, more):
     """Writes whole tensors by name; called by one rank.
 
@@ -43,15 +58,9 @@ def write_checkpoint(folder, run, step, weights, optimizer, more):
 
     os.makedirs(folder, exist_ok=True)
     states, note = Path(folder, f"optimizer-{step}.safetensors"), dict(step=step, run=run, more=more)
-    metadata = {"format": "pt", "training": json.dumps(note)}  # transformers asks for the format
-    dim, layers, heads, kv_heads, vocab_size = run["sizes"]
-    config = dict(architectures=["LlamaForCausalLM"], model_type="llama", rms_norm_eps=1e-5, rope_theta=10000.0)
-    config |= dict(hidden_size=dim, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads)
-    config |= dict(vocab_size=vocab_size, intermediate_size=weights["model.layers.0.mlp.up_proj.weight"].shape[0])
-    config |= dict(max_position_embeddings=run["seq_len"], tie_word_embeddings="lm_head.weight" not in weights)
+    metadata = {"training": json.dumps(note)}
     write_aside(states, lambda path: save_file(optimizer, path, metadata))
-    write_aside(Path(folder, "config.json"), lambda path: Path(path).write_text(json.dumps(config, indent=1)))
-    write_aside(Path(folder, "model.safetensors"), lambda path: save_file(weights, path, metadata))  # from here on, new
+    write_model(folder, run, weights, metadata)  # from here on, the new checkpoint counts
     for old in set(Path(folder).glob("optimizer-*.safetensors")) - {states}:
         old.unlink()
 
