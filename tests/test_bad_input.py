@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 TRAIN, FROM_SCRATCH = "02_ddp/train.py", "02_ddp/from_scratch.py"
 BOTH = (TRAIN, FROM_SCRATCH)
 PP = ("04_pipeline/train.py", "04_pipeline/from_scratch.py")
+ZERO, PICTURE = "05_zero/from_scratch.py", "05_zero/picture.py"
 TP = ("03_tensor_parallel/train.py", "03_tensor_parallel/from_scratch.py")
 SMALL = "--steps 1 --batch 4 --seq-len 8 --dim 16 --layers 2 --heads 2 --kv-heads 1"
 
@@ -128,6 +129,16 @@ CASES = [  # scripts, ranks, flags ({files}: the folder made below), the line
         "--batch 9 --microbatch 1 --schedule zero-bubble",
         "zero-bubble with 9 microbatches, not a multiple of 4",
     ),
+    (ZERO, 3, "--batch 64", "--batch 64 is not divisible by 3 data-parallel ranks: use 3 x n"),
+    (ZERO, 2, "--stage 4", "--stage: invalid choice: 4"),
+    (ZERO, 2, "--bucket-size 0", "--bucket-size 0 must be at least 1 element: use 500000"),
+    (ZERO, 2, "--batch 32 --microbatch 3", "--microbatch 3 must divide a rank's 16: use 1"),
+    (ZERO, 2, "--data {files}/short.txt", "short.txt has 9 bytes of text, a batch takes 4097: use more --data"),
+    (ZERO, 2, "--resume {files}/no_states", "--resume another folder than .*no_states: .*No such file"),
+    (ZERO, 2, "--resume {files}/foreign_tp", "--resume another folder than .*foreign_tp: .*no training state"),
+    (ZERO, 2, "--resume {files}/good_tp --dim 32", r"made with .*\[16, 2, 2, 1, 256\].*has .*\[32, 2, 2, 1, 256\]"),
+    (PICTURE, 2, "--dim 12", "--dim 12 must be a multiple of 8, and --layers 4 above 0"),
+    (PICTURE, 2, "--save {files}/picture.gif", "--save .*picture.gif must end in .svg, .png or .pdf"),
     (TP[1], 2, "--regather", "--regather goes with --sequence-parallel, and without --no-overlap"),
     (TP[1], 2, "--regather --sequence-parallel --no-overlap", "--regather goes with --sequence-parallel, and without"),
 ]

@@ -19,6 +19,8 @@ SMALLEST = {  # the quickest flags of each script; an entry "folder/script" goes
     "batch_size.py": "",
     "all_gather.py": "--steps 1 --batch 2 --seq-len 8 --dim 8",
     "crossover.py": "--widths 16 --batches 1 --seq-len 8 --repeats 1",
+    "fsdp.py": MODEL,
+    "picture.py": "--dim 8 --layers 1",
     "simulate.py": "--pp 2 --microbatches 2",
     "check.py": "--brief",
 }
