@@ -40,11 +40,10 @@ def import_deepspeed(device, timeout):
     return deepspeed
 
 
-def adam(model, args, cuda):
+def adam(model, args):
     """Returns torch's AdamW, or with --fused DeepSpeed's own, which it compiles first."""
     if not args.fused:
-        # fused: one kernel over all tensors on a GPU; with --offload the states are on the CPU
-        return torch.optim.AdamW(model.parameters(), lr=args.lr, fused=cuda and not args.offload)
+        return torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)  # one kernel over all, also on a CPU
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
     kind = DeepSpeedCPUAdam if args.offload else FusedAdam

@@ -218,7 +218,7 @@ def train_with_fsdp(args, rank, world_size, device):
         layer.compile(backend=args.compile)
     shard_by_block(model, mesh if args.replicas > 1 else mesh["dp_shard"], args)
     fill_shards(model, args.seed, rank % num_shards, num_shards, args.offload or device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=cuda)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")
     run = dict(windows=len(windows), batch=args.batch, seq_len=args.seq_len, seed=args.seed, sizes=sizes)
     writer, first = Writer(args.save, run, args.timeout, args.async_save), 0

@@ -219,7 +219,7 @@ def train_with_deepspeed(args, rank, world_size, device):
     for layer in model.model.layers if args.checkpoint_activations else ():
         layer.forward = lambda x, block=layer.forward: checkpoint(block, x, use_reentrant=False)
     # broadcast over all ranks: rank 0's weights -> everybody's
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model, args, cuda), config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model, args), config=config)
     undo_step_zero(engine) if args.stage == 0 else None
     if parts:
         load_engine(engine, parts, rank, universal, args.lr)
