@@ -472,3 +472,15 @@ def test_the_picture_shows_the_bytes_that_every_rank_holds(tmp_path):
         kind = ["#56b4e9", "#e69f00", "#009e73"].index(colour)
         ratios = [stage[kind] / numbers[0][kind] for stage in numbers for _ in range(2)]
         assert [width / widths[0] for width in widths] == pytest.approx(ratios, rel=1e-3)
+
+
+# ---- arithmetic ----
+def test_a_70b_model_fits_8_gpus_of_80_gb_at_no_stage():
+    """The README's figures: 16-bit parameters and gradients, 12 bytes of states for each parameter."""
+    dim, layers, hidden, kv_dim, vocab = 8192, 80, 28672, 1024, 32000
+    psi = 2 * vocab * dim + dim + layers * (2 * dim * dim + 2 * dim * kv_dim + 3 * dim * hidden + 2 * dim)
+    stage_1, stage_2 = 4 * psi + 12 * psi // 8, 2 * psi + 14 * psi // 8
+    page = (ROOT / "05_zero/README.md").read_text()
+    for number in (psi, stage_1, stage_2, 2 * psi, 16 * psi // 8, 16 * psi // 16, 80 * 2**30):
+        assert f"{number:,}" in page
+    assert min(stage_1, stage_2, 2 * psi, 16 * psi // 8) > 80 * 2**30 > 16 * psi // 16
