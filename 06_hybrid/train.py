@@ -75,6 +75,8 @@ def parse_args():
     add("--checkpoint-activations", action="store_true", help="recompute activations in backward, layer by layer")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile, layer by layer")
     add("--allow-cross-node-tp", action="store_true", help="slow: every layer waits for the network between nodes")
+    add("--dry-run", action="store_true", help="say what ranks of --world would hold and send; trains nothing")
+    add("--world", type=int, default=1, help="ranks of the dry run")
     return parser.parse_args()
 
 
@@ -162,31 +164,39 @@ def sum_replicas(weights, group):
         works.pop().wait()
 
 
+def build_on_meta(args, config, mesh_sizes, layers, device):
+    """Returns the mesh, the group of the two ends that share a tied weight or None, and {number: this rank's stage}.
+
+    The stages have shapes and no memory yet. mesh_sizes: choose_mesh's. layers: of each stage. All ranks call this.
+    """
+    mesh, ends = make_mesh(mesh_sizes, device.type, args.timeout), [0, *accumulate(layers)]
+    tie_group = make_tie_group(mesh, args.timeout) if config.tied and mesh_sizes[0] > 1 else None
+    # Stage s is on place s % pp_size of pp: with --chunks a microbatch goes round several times.
+    numbers = range(mesh.get_local_rank("pp"), len(layers), mesh_sizes[0])
+    return mesh, tie_group, {s: build_hybrid_stage(config, *ends[s : s + 2], mesh, args, device.type) for s in numbers}
+
+
 class Trainer:
     """This rank's stages, and what a step needs. Nothing here depends on what the tensors hold, so that it runs on
     fake ones, too (dry_run.py).
     """
 
-    def __init__(self, args, config, mesh_sizes, layers, num_microbatches, rank, device):
-        """mesh_sizes: choose_mesh's. layers: of each stage. All ranks must call this."""
-        self.args, self.device, self.mesh = args, device, make_mesh(mesh_sizes, device.type, args.timeout)
-        pp_size, replicas, num_shards, tp_size = mesh_sizes
+    def __init__(self, args, config, mesh, tie_group, modules, num_stages, num_microbatches, rank, device):
+        """mesh, tie_group, modules: build_on_meta's."""
+        self.args, self.device, self.mesh, self.tie_group = args, device, mesh, tie_group
+        _, replicas, num_shards, tp_size = mesh.shape
         self.dp_size = replicas * num_shards
         self.tp_rank, self.dp_rank = rank % tp_size, rank // tp_size % self.dp_size
         self.pp_rank = rank // (self.dp_size * tp_size)
         half = getattr(torch, args.dtype) if "16" in args.dtype else None
-        self.dtype = torch.float64 if args.dtype == "float64" else torch.float32
-        # Stage s is on place s % pp_size of pp: with --chunks a microbatch goes round several times.
-        stages, num_stages, ends = [], len(layers), [0, *accumulate(layers)]
-        for s in range(self.pp_rank, num_stages, pp_size):
-            stage = build_hybrid_stage(config, *ends[s : s + 2], self.mesh, args, device.type)
+        self.dtype, stages = torch.float64 if args.dtype == "float64" else torch.float32, []
+        for number, stage in modules.items():
             fill(stage, config, args.seed, device)
             shapes = stage_shapes(args, config, stage, tp_size, half)
-            stages.append(PipelineStage(stage, s, num_stages, device, *shapes, group=self.mesh["pp"].get_group()))
+            stages.append(PipelineStage(stage, number, num_stages, device, *shapes, group=mesh["pp"].get_group()))
         self.named = {name: p for stage in stages for name, p in stage.submod.named_parameters()}
         self.tied = []  # the two copies of a tied weight, where they are on different ranks
-        if config.tied and pp_size > 1:
-            self.tie_group = make_tie_group(self.mesh, args.timeout)
+        if tie_group is not None:
             both = ("model.embed_tokens.weight", "lm_head.weight")
             self.tied = [self.named[name] for name in both if name in self.named]
         self.weights, self.to_read = dict(self.named), dict(self.named)
@@ -263,7 +273,8 @@ def train_with_mesh(args, rank, world_size, device):
     sizes = {"pp": pp_size, **dp_axes, "tp": tp_size}
     if not args.allow_cross_node_tp:
         check_nodes(sizes, nodes, hosts)
-    job = Trainer(args, config, mesh_sizes, layers, num_microbatches, rank, device)
+    built = build_on_meta(args, config, mesh_sizes, layers, device)
+    job = Trainer(args, config, *built, len(layers), num_microbatches, rank, device)
     run = dict(windows=len(windows), batch=args.batch, seq_len=args.seq_len, seed=args.seed, sizes=[*config])
     run, start, writer = json.loads(json.dumps(run)), 0, None  # as it is when it has been read from a file
     if args.hf:
@@ -323,8 +334,37 @@ def train_with_mesh(args, rank, world_size, device):
     return job.named
 
 
+def try_on_paper(args):
+    """--dry-run: one training step on fake tensors, of three ranks of --world."""
+    from dry_run import dry_run, report_lines
+
+    config = choose_config(args)
+    pp_size, replicas, num_shards, tp_size = mesh_sizes = choose_mesh(args, args.world)
+    dp_size = replicas * num_shards
+    layers, num_microbatches = check_pipeline(args, config, pp_size, dp_size, check_args)
+    check_tensor_sizes(args, config, tp_size)
+    plan = f"{args.schedule}, {num_microbatches} microbatches of {args.microbatch} | shard {args.shard}"
+    print(f"dry run | {args.world} ranks | pp {pp_size} x dp {dp_size} x tp {tp_size} | {plan}")
+    print(f"{sum(shape.numel() for shape in whole_shapes(config).values()):,} parameters, layers per stage {layers}")
+
+    def build(device):
+        return build_on_meta(args, config, mesh_sizes, layers, device)
+
+    def job(*built, rank, device):
+        return Trainer(args, config, *built, len(layers), num_microbatches, rank, device)
+
+    for line in report_lines(dry_run(args.world, pp_size, build, job, args.batch // dp_size)):
+        print(line)
+
+
 def main():
     args = parse_args()
+    if args.dry_run:
+        try:
+            return try_on_paper(args)
+        except UsageError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
     with process_group(args.device, args.timeout) as (rank, _, world_size, device):
         train_with_mesh(args, rank, world_size, device)
 
