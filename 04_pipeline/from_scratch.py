@@ -204,7 +204,8 @@ def train_stages(args, rank, world_size, device):
     ends = (pipelines, timeout, args.seed, init_weights)
     tied, tie_group = tie_weights(stages, len(counts), *ends) if args.tie else (None, None)
     weights = list((names := name_weights(stages)).values())
-    optimizer = torch.optim.AdamW(weights, lr=args.lr)  # not fused: ShardedGradScaler speaks to it in another shape
+    fused = cuda and args.dtype != "float16"  # the fused one wants ShardedGradScaler's flag in another shape
+    optimizer = torch.optim.AdamW(weights, lr=args.lr, fused=fused)
     scaler = ShardedGradScaler(device.type, enabled=args.dtype == "float16", process_group=pp_group)
     scaler.scale(torch.zeros((), device=device))  # ranks without a loss, too, must know the scale
     noted, works, losses, texts = [], [], [], []

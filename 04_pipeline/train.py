@@ -222,7 +222,8 @@ def train_with_pipelining(args, rank, world_size, device):
         tie_group, _ = dist.new_subgroups_by_enumeration(mesh[:, [0, -1]].tolist(), limit)
         tied = [stage.submod.model.embed_tokens.weight for stage in stages if stage.is_first or stage.is_last]
     counted = [p for p in weights if pp_rank == 0 or p not in set(tied)]  # the norm has a tied weight once
-    optimizer = torch.optim.AdamW(weights, lr=args.lr)  # not fused: ShardedGradScaler speaks to it in another shape
+    fused = cuda and args.dtype != "float16"  # the fused one wants ShardedGradScaler's flag in another shape
+    optimizer = torch.optim.AdamW(weights, lr=args.lr, fused=fused)
     # A gradient that overflows on one stage must stop the step on all of them.
     scaler = ShardedGradScaler(device.type, enabled=args.dtype == "float16", process_group=pp_group)
     scaler.scale(torch.zeros((), device=device))  # makes the scale, on ranks too that see no loss

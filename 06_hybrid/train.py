@@ -75,8 +75,6 @@ def parse_args():
     add("--checkpoint-activations", action="store_true", help="recompute activations in backward, layer by layer")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile, layer by layer")
     add("--allow-cross-node-tp", action="store_true", help="slow: every layer waits for the network between nodes")
-    add("--dry-run", action="store_true", help="say what ranks of --world would hold and send; trains nothing")
-    add("--world", type=int, default=1, help="ranks of the dry run")
     return parser.parse_args()
 
 
@@ -177,9 +175,7 @@ def build_on_meta(args, config, mesh_sizes, layers, device):
 
 
 class Trainer:
-    """This rank's stages, and what a step needs. Nothing here depends on what the tensors hold, so that it runs on
-    fake ones, too (dry_run.py).
-    """
+    """This rank's stages, and what a step needs. Nothing here depends on what the tensors hold."""
 
     def __init__(self, args, config, mesh, tie_group, modules, num_stages, num_microbatches, rank, device):
         """mesh, tie_group, modules: build_on_meta's."""
@@ -334,37 +330,8 @@ def train_with_mesh(args, rank, world_size, device):
     return job.named
 
 
-def try_on_paper(args):
-    """--dry-run: one training step on fake tensors, of three ranks of --world."""
-    from dry_run import dry_run, report_lines
-
-    config = choose_config(args)
-    pp_size, replicas, num_shards, tp_size = mesh_sizes = choose_mesh(args, args.world)
-    dp_size = replicas * num_shards
-    layers, num_microbatches = check_pipeline(args, config, pp_size, dp_size, check_args)
-    check_tensor_sizes(args, config, tp_size)
-    plan = f"{args.schedule}, {num_microbatches} microbatches of {args.microbatch} | shard {args.shard}"
-    print(f"dry run | {args.world} ranks | pp {pp_size} x dp {dp_size} x tp {tp_size} | {plan}")
-    print(f"{sum(shape.numel() for shape in whole_shapes(config).values()):,} parameters, layers per stage {layers}")
-
-    def build(device):
-        return build_on_meta(args, config, mesh_sizes, layers, device)
-
-    def job(*built, rank, device):
-        return Trainer(args, config, *built, len(layers), num_microbatches, rank, device)
-
-    for line in report_lines(dry_run(args.world, pp_size, build, job, args.batch // dp_size)):
-        print(line)
-
-
 def main():
     args = parse_args()
-    if args.dry_run:
-        try:
-            return try_on_paper(args)
-        except UsageError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
     with process_group(args.device, args.timeout) as (rank, _, world_size, device):
         train_with_mesh(args, rank, world_size, device)
 
