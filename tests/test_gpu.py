@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="this ma
 FOLDERS = ["02_ddp", "03_tensor_parallel", "04_pipeline"]
 SCRIPTS = [f"{folder}/{name}.py" for folder in FOLDERS for name in ("train", "from_scratch")]
 DEEPSPEED = "05_zero/train.py"
-SCRIPTS += ["05_zero/from_scratch.py", "05_zero/fsdp.py", DEEPSPEED]
+SCRIPTS += ["05_zero/from_scratch.py", "05_zero/fsdp.py", DEEPSPEED, "06_hybrid/train.py"]
 FLOAT64 = 1e-9  # kernels of the GPU sum in another order
 FLOAT32 = 1e-4  # DeepSpeed keeps no float64; a GPU's float32 matmuls sum in another order
 BFLOAT16 = 5e-3  # 8 bits a product, averaged over the batch
@@ -31,6 +31,9 @@ def layouts(script, nproc):
         return [["--microbatch", 1]]
     if script.startswith("05"):
         return [["--microbatch", 1, "--stage", stage] for stage in (1, 2, 3)]
+    if script.startswith("06"):
+        shard = [["--shard", shard] for shard in ("none", "optimizer", "full")]
+        return [["--microbatch", 1, "--tp", 2 - nproc % 2, "--pp", 2 if nproc % 4 == 0 else 1, *more] for more in shard]
     sizes = {min(nproc, 4), 2 - nproc % 2}
     return [["--tp", tp, *more] for tp in sizes for more in ([], ["--sequence-parallel"])]
 
