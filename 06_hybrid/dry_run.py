@@ -38,7 +38,7 @@ def trace_rank(rank, world_size, build, make_job, num_microbatches):
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        built = mesh, *_ = build(device := torch.device("cpu"))  # a mesh's numbers are read: not under fake tensors
+        built = mesh, tie_group, _ = build(device := torch.device("cpu"))  # a mesh's numbers are read: not under fake tensors
         with FakeTensorMode(allow_non_fake_inputs=True):
             job = make_job(*built, rank=rank, device=device, num_microbatches=num_microbatches)
             job.schedule._warmup_p2p = agree_on_shapes  # its own asks the neighbours, and reads their answer
@@ -46,6 +46,7 @@ def trace_rank(rank, world_size, build, make_job, num_microbatches):
                 p.grad = torch.zeros_like(p)
             job.update(0)  # AdamW's states exist from here on, as in every step but the first
             groups = {axis: mesh[axis].get_group() for axis in AXES if mesh[axis].size() > 1}
+            groups |= {"tied": tie_group} if tie_group else {}
             with Tracker(groups) as tracker:
                 tracker.begin(job.named.values(), job.optimizer)
                 text = torch.zeros(num_microbatches * job.args.microbatch, job.args.seq_len + 1, dtype=torch.long)

@@ -23,8 +23,8 @@ def choose_mesh(args, world_size):
     fixed = pp_size * tp_size
     dp_size = given.get("dp", max(1, world_size // fixed))
     if (product := fixed * dp_size) != world_size:
-        sizes = f"--pp {pp_size} x --dp {dp_size} x --tp {tp_size} = {product} ranks, but {world_size} were started"
-        way_out = f"use --nproc-per-node {product}" + (", or leave out --dp" if world_size % fixed == 0 else "")
+        sizes = f"--pp {pp_size} x --dp {dp_size} x --tp {tp_size} = {product} ranks, but there are {world_size}"
+        way_out = f"use {product}" + (", or leave out --dp" if world_size % fixed == 0 else "")
         raise UsageError(f"{sizes}: {way_out}")
     if dp_size % args.replicas or (args.replicas > 1 and args.shard == "none"):
         way_out = "use --replicas 1, say" if dp_size % args.replicas else "use --shard full, or optimizer"

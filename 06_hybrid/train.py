@@ -338,6 +338,8 @@ def try_on_paper(args):
     """--dry-run: one training step on fake tensors, of three ranks of --world."""
     from dry_run import choose_traces, dry_run, report_lines
 
+    if args.world < 1:
+        raise UsageError(f"--world {args.world} must be above 0")
     config = choose_config(args)
     pp_size, replicas, num_shards, tp_size = mesh_sizes = choose_mesh(args, args.world)
     dp_size = replicas * num_shards

@@ -35,6 +35,7 @@ def watched(self, text):  # the second step is read; in the first the library ma
     global tracker
     if tracker is None:
         groups = {axis: self.mesh[axis].get_group() for axis in parallel.AXES if self.mesh[axis].size() > 1}
+        groups |= {"tied": self.tie_group} if self.tie_group else {}
         tracker = Tracker(groups).__enter__()
         return plain(self, text)
     tracker.begin(self.named.values(), self.optimizer)
@@ -188,7 +189,8 @@ def test_a_trace_of_few_microbatches_says_what_a_trace_of_all_does(schedule, tra
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--pp 2 --tp 3 --world 8", "--pp 2 x --dp 1 x --tp 3 = 6 ranks, but 8 were started"),
+        ("--pp 2 --tp 3 --world 8", "--pp 2 x --dp 1 x --tp 3 = 6 ranks, but there are 8: use 6"),
+        ("--world 0", "--world 0 must be above 0"),
         ("--layers 4 --pp 8 --world 8", "--layers 4 are fewer than --pp 8"),
     ],
 )

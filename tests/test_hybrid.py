@@ -460,9 +460,9 @@ def test_it_starts_with_torchrun(base):
 
 # ---- faults ----
 BAD = [  # ranks, flags, the line
-    (4, "--pp 2 --dp 3 --tp 2", "--pp 2 x --dp 3 x --tp 2 = 12 ranks, but 4 were started: use --nproc-per-node 12, or"),
-    (4, "--pp 3", "--pp 3 x --dp 1 x --tp 1 = 3 ranks, but 4 were started: use --nproc-per-node 3"),
-    (2, "--tp 4", "--pp 1 x --dp 1 x --tp 4 = 4 ranks, but 2 were started: use --nproc-per-node 4"),
+    (4, "--pp 2 --dp 3 --tp 2", "--pp 2 x --dp 3 x --tp 2 = 12 ranks, but there are 4: use 12, or"),
+    (4, "--pp 3", "--pp 3 x --dp 1 x --tp 1 = 3 ranks, but there are 4: use 3"),
+    (2, "--tp 4", "--pp 1 x --dp 1 x --tp 4 = 4 ranks, but there are 2: use 4"),
     (2, "--pp 0", "--pp 0 must be above 0"),
     (2, "--tp -2", "--tp -2 must be above 0"),
     (2, "--replicas 0", "--replicas 0 must be above 0"),

@@ -1,0 +1,233 @@
+"""06_hybrid/train.py: another mesh goes on where one stopped, Hugging Face's models come and go, memory stays small."""
+
+import json
+import re
+import shutil
+
+import pytest
+import reference
+import torch
+import torch.distributed.checkpoint  # these once here, not again in each forked rank
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
+from runner import ROOT, run
+from safetensors.torch import load_file, save_file
+
+TRAIN = "06_hybrid/train.py"
+EXACT = 1e-9  # float64: sums in another order differ by some 1e-16 per operation, and there are thousands
+LOGITS = 1e-5  # Hugging Face's norms compute in float32, whatever the model's type
+STEPS, BATCH, SEQ_LEN, CLIP = 4, 8, 16, 0.5
+SIZES = {"dim": 16, "layers": 4, "heads": 2, "kv_heads": 2}
+
+
+@pytest.fixture(scope="session")
+def base(text):
+    sizes = [word for name, n in SIZES.items() for word in (f"--{name.replace('_', '-')}", n)]
+    flags = ["--batch", BATCH, "--seq-len", SEQ_LEN, "--clip", CLIP, "--data", text, "--microbatch", 1]
+    return [*flags, "--dtype", "float64", *sizes]
+
+
+def weights_in(folder):
+    return {name: weight for file in folder.glob("model*.safetensors") for name, weight in load_file(file).items()}
+
+
+# ---- resume ----
+FIRST = ["--pp", 2, "--dp", 1, "--tp", 2]
+OTHERS = {"1 x 4 x 1": [1, 4, 1], "4 x 1 x 1": [4, 1, 1], "1 x 2 x 2": [1, 2, 2]}
+MODELS = {"untied": ["--sequence-parallel"], "tied, not sharded": ["--tie", "--shard", "none"]}
+
+
+@pytest.fixture(scope="module")
+def chains(base, tmp_path_factory):
+    """Runs of 4 ranks: 2 steps on FIRST, the third on another mesh, the fourth on FIRST again; and without a step.
+
+    Returns {(mesh, model): {name of a run: its folder}}.
+    """
+    folders, lines = {}, []
+    for model, more in MODELS.items():
+        folder = tmp_path_factory.mktemp("chain")
+
+        def add(name, steps, *flags, folder=folder, more=more):
+            (place := folder / name).mkdir()
+            written = ["--metrics", place / "metrics.jsonl", "--save-hf", place]
+            saved = ["--save", place / "saved"] if name == "first" or name.endswith(" on") else []
+            lines.append([str(flag) for flag in [*base, *more, "--steps", steps, *flags, *written, *saved]])
+            return place
+
+        first = add("first", 2, *FIRST)
+        for other, (pp, dp, tp) in OTHERS.items():
+            mesh, runs = ["--pp", pp, "--dp", dp, "--tp", tp], {"first": first}
+            runs["loaded there"] = add(f"{other} loaded", 2, *mesh, "--resume", first / "saved")
+            runs["on"] = add(f"{other} on", 3, *mesh, "--resume", first / "saved")
+            runs["loaded back"] = add(f"{other} loaded back", 3, *FIRST, "--resume", runs["on"] / "saved")
+            runs["back"] = add(f"{other} back", 4, *FIRST, "--resume", runs["on"] / "saved")
+            folders[other, model] = runs
+    (folder / "cases.json").write_text(json.dumps(lines))
+    run("tests/run_many.py", ROOT / TRAIN, folder / "cases.json", nproc=4, timeout=200).check()
+    return folders
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_mesh_has_the_very_weights_and_so_has_the_first_one_again(other, model, chains):
+    runs = chains[other, model]
+    for before, after in (("first", "loaded there"), ("on", "loaded back")):
+        expected, found = weights_in(runs[before]), weights_in(runs[after])
+        assert found.keys() == expected.keys() == reference.shapes(**SIZES, tied="not" in model).keys()
+        for name, weight in expected.items():
+            assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("other", OTHERS)
+def test_losses_go_on_as_if_never_interrupted(other, model, chains, text):
+    runs, rows = chains[other, model], []
+    for name in ("first", "on", "back"):
+        rows += [json.loads(line) for line in (runs[name] / "metrics.jsonl").read_text().splitlines()]
+    expected = reference.train(STEPS, BATCH, SEQ_LEN, text, torch.float64, clip=CLIP, tied="not" in model, **SIZES)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=EXACT)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(expected.grad_norms, rel=EXACT)
+    for name, weight in weights_in(runs["back"]).items():
+        assert (weight - expected.weights[name]).abs().max() < EXACT, name
+
+
+# ---- refused ----
+@pytest.fixture(scope="module")
+def other_model(base, tmp_path_factory):
+    """A run's checkpoint, and its weights in Hugging Face's layout, one file for each of two stages."""
+    folder = tmp_path_factory.mktemp("other")
+    run(TRAIN, *base, "--steps", 1, "--pp", 2, "--save", folder / "saved", "--save-hf", folder / "hf", nproc=2).check()
+    return folder
+
+
+def reshape(folder):
+    """Halves the width of a matrix in the file of the first stage alone."""
+    file = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:, :8].clone()
+    save_file(tensors, file, {"format": "pt"})
+
+
+BAD = {  # flags of a run, what happened to the folder, the line
+    "a checkpoint of another width": (
+        "--resume saved --dim 32", None, r"--resume another folder than \S+step-1: made with .* this run has "),
+    "a checkpoint of a tied model": (
+        "--resume saved --tie", None, r"--resume another folder than \S+step-1: made with .* this run has "),
+    "a folder without a checkpoint": (
+        "--resume hf", None, r"--resume another folder than \S+hf: no step-\*/checkpoint.json in "),
+    "a file that is missing": (
+        "--hf hf", lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), r"\S+-00002-of-00002\S+ is missing: "),
+    "weights of another shape": (
+        "--hf hf", reshape, r"\S+-00001-\S+: model.layers.0.mlp.up_proj.weight is \(64, 8\), this model has \(64, 16"),
+    "more layers than the files have": (
+        "--hf hf --layers 5", None, r"\S+ lacks model.layers.4.input_layernorm.weight, and 8 more of 48 tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_does_not_belong_to_this_model_is_refused_in_one_line_on_every_rank(bad, other_model, base, tmp_path):
+    words, damage, line = BAD[bad]
+    shutil.copytree(other_model, tmp_path / "there")
+    if damage:
+        damage(tmp_path / "there" / "hf")
+    flags = [str(tmp_path / "there" / word) if word in ("saved", "hf") else word for word in words.split()]
+    sizes = [] if "--hf" in flags else base  # else they would be asked for twice
+    few = ["--steps", 2, "--batch", 4, "--seq-len", SEQ_LEN, "--microbatch", 1, "--dtype", "float64"]
+    result = run(TRAIN, *(sizes or few), "--pp", 2, "--tp", 2, *flags, nproc=4, timeout=30)
+    assert result.codes == [2] * 4
+    for rank, output in enumerate(result.outputs):
+        assert re.match(rf"\[rank{rank}\] error: {line}", output.splitlines()[-1]), output
+        assert "Traceback" not in output
+
+
+# ---- Hugging Face ----
+SEEN = """
+import os, runpy, sys
+import torch
+out, script = sys.argv[1:3]
+sys.argv = sys.argv[2:]
+sys.path.insert(0, os.path.dirname(script))
+namespace = runpy.run_path(script)
+Trainer, seen = namespace["Trainer"], []
+forward_backward, loss_of = Trainer.forward_backward, Trainer.loss_of
+
+def watch(self, text):
+    forward_backward(self, text)
+    torch.save([text, *seen], f"{out}.{os.environ['RANK']}")
+
+def look(self, logits, targets):
+    seen.append(logits.detach().clone())
+    return loss_of(self, logits, targets)
+
+Trainer.forward_backward, Trainer.loss_of = watch, look
+namespace["main"]()
+"""
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 8}  # fmt: skip
+KINDS = {"llama 2": {}, "llama 3.1, tied": {"rope_parameters": LLAMA3, "tie_word_embeddings": True}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", ["--pp 2 --dp 1 --tp 2", "--pp 1 --dp 2 --tp 2 --sequence-parallel"])
+def test_logits_of_loaded_weights_are_those_of_transformers(mesh, kind, text, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, intermediate_size=64, initializer_range=0.2, **KINDS[kind])
+    theirs = transformers.LlamaForCausalLM(config).double().eval()
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size=50_000)
+    (tmp_path / "seen.py").write_text(SEEN)
+    flags = ["--steps", 1, "--batch", 4, "--microbatch", 1, "--seq-len", 24, "--dtype", "float64", "--data", text]
+    script = tmp_path / "seen.py", tmp_path / "seen", ROOT / TRAIN
+    run(*script, *flags, *mesh.split(), "--hf", tmp_path / "hf", nproc=4).check()
+    halves = [torch.load(tmp_path / f"seen.{rank}", weights_only=True) for rank in (2, 3)]  # of the last stage
+    tokens = halves[0][0][:, :-1]
+    found = torch.cat([torch.cat(half[1:]) for half in halves], dim=-1)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    assert expected.std() > 0.1
+    assert found.shape == expected.shape == (len(tokens), 24, 256)
+    assert (found - expected).abs().max() < LOGITS
+
+
+# ---- memory ----
+RESIDENT = """
+import os, re, runpy, sys
+script = sys.argv[1]
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(script))
+namespace = runpy.run_path(script)
+build, Trainer = namespace["build_on_meta"], namespace["Trainer"]
+train, init = namespace["train_with_mesh"], Trainer.__init__
+
+def resident(word):
+    return 1024 * int(re.search(word + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+def start(*args):
+    global before
+    open("/proc/self/clear_refs", "w").write("5")  # VmHWM, the most so far, begins anew
+    before = resident("VmRSS")
+    return build(*args)
+
+def watched(self, *args):
+    init(self, *args)
+    mine = sum(p.to_local().nbytes for p in self.named.values())
+    print("resident", resident("VmHWM") - before, mine, max(4 * p.numel() for p in self.named.values()))
+
+train.__globals__["build_on_meta"], Trainer.__init__ = start, watched
+namespace["main"]()
+"""
+# Code that runs for the first time, the mesh, schedules: 9 MiB seen. The model's weights are 169.
+OVERHEAD = 20 * 2**20
+
+
+def test_no_rank_ever_holds_the_model_while_it_is_built(tmp_path):
+    """The process's own memory, as Linux counts it: from the mesh to the optimizer."""
+    (tmp_path / "resident.py").write_text(RESIDENT)
+    sizes = ["--dim", 768, "--layers", 6, "--heads", 8, "--kv-heads", 8, "--batch", 4, "--seq-len", 8, "--steps", 1]
+    result = run(tmp_path / "resident.py", ROOT / TRAIN, *sizes, "--pp", 2, "--tp", 2, nproc=4).check()
+    for output in result.outputs:
+        ((grown, mine, matrix),) = (map(int, line) for line in re.findall(r"resident (\d+) (\d+) (\d+)", output))
+        assert 40 * 2**20 < mine < grown < mine + matrix + OVERHEAD
