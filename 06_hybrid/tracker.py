@@ -22,7 +22,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# operation of c10d or _c10d_functional -> (name, which argument has the full size: input, output)
+# operation of c10d or _c10d_functional -> collective
 COLLECTIVES = {
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",
