@@ -38,7 +38,8 @@ def trace_rank(rank, world_size, build, make_job, num_microbatches):
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        built = mesh, tie_group, _ = build(device := torch.device("cpu"))  # a mesh's numbers are read: not under fake tensors
+        device = torch.device("cpu")
+        built = mesh, tie_group, _ = build(device)  # a mesh's numbers are read: not under fake tensors
         with FakeTensorMode(allow_non_fake_inputs=True):
             job = make_job(*built, rank=rank, device=device, num_microbatches=num_microbatches)
             job.schedule._warmup_p2p = agree_on_shapes  # its own asks the neighbours, and reads their answer
@@ -78,6 +79,7 @@ def dry_run(world_size, pp_size, build, make_job, counts, num_microbatches):
             receiver, sender = fork.Pipe(duplex=False)
 
             def trace(place=place, count=count, sender=sender):
+                torch.set_num_threads(1)  # nothing computes; and remakes the pool before autograd's threads race to
                 sender.send(trace_rank(place * (world_size // pp_size), world_size, build, make_job, count))
 
             (child := fork.Process(target=trace)).start()

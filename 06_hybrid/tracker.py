@@ -11,6 +11,7 @@ Bytes are those of storages: a view costs nothing, and what FSDP2 frees by resiz
 import threading
 import weakref
 from collections import Counter
+from functools import wraps
 from itertools import count
 
 import torch
@@ -61,7 +62,7 @@ class Tracker(TorchDispatchMode):
 
         def enter(hooks):  # what autograd saves passes the innermost hooks alone: checkpoint() has some, too
             pack = hooks.pack_hook
-            hooks.pack_hook = lambda tensor: self.save(tensor) or pack(tensor)
+            hooks.pack_hook = wraps(pack)(lambda tensor: self.save(tensor) or pack(tensor))  # with pack's attributes
             return enter.plain(hooks)
 
         resize.plain, torch.UntypedStorage.resize_ = torch.UntypedStorage.resize_, resize

@@ -93,6 +93,7 @@ def become(script: Path, flags: Sequence[str], variables: Mapping[str, object], 
     """Turns this forked child into `python script flags...`, output into file; never returns."""
     code = 1
     try:
+        torch.set_num_threads(1)  # remakes a pool that the parent had, before autograd's threads race to do it
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -219,8 +219,8 @@ def watched(self, *args):
 train.__globals__["build_on_meta"], Trainer.__init__ = start, watched
 namespace["main"]()
 """
-# Code that runs for the first time, the mesh, schedules: 9 MiB seen. The model's weights are 169.
-OVERHEAD = 20 * 2**20
+# Code that runs for the first time, the mesh, schedules: 9 MiB seen, 21 with a CUDA build. The model takes 169.
+OVERHEAD = 40 * 2**20
 
 
 def test_no_rank_ever_holds_the_model_while_it_is_built(tmp_path):
