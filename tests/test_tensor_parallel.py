@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BATCH, SEQ_LEN, SIZES
+import torch.distributed.fsdp  # this and DTensor once here, not again in each forked rank
+import torch.distributed.tensor.parallel
+from conftest import BATCH, SEQ_LEN, SIZES, Trained
 from runner import ROOT, run
+from safetensors.torch import load_file
 
 TRAIN, FROM_SCRATCH = SCRIPTS = ["03_tensor_parallel/train.py", "03_tensor_parallel/from_scratch.py"]
 # Sums in another order differ by some 1e-16 (float64) and 1e-7 (float32) per operation, and there are thousands.
@@ -14,7 +17,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 # AdamW divides by the gradient's own size: where a gradient is near zero, its rounding error becomes a full step. So in
 # float32 a weight may also move as gradients do that are off by the tolerance times their tensor's root mean square.
 # bfloat16 keeps 8 bits and float16 11: products are off by 4e-3 and 5e-4 each, the loss averages over many.
-HALF_TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3}
+HALF_TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 COUNTED = 2  # steps whose collectives are counted: the profiler is slow
 DIM, LAYERS, HEADS = SIZES["dim"], SIZES["layers"], SIZES["heads"]
 HIDDEN = 128  # 8/3 of DIM, rounded up to a multiple of 64: as the reference has it
@@ -29,8 +32,75 @@ LAYOUTS = [  # processes, tensor-parallel ranks, further flags
     (4, 4, ["--sequence-parallel"]),
     (4, 2, ["--sequence-parallel"]),
 ]
-layouts = pytest.mark.parametrize(
-    ("nproc", "tp", "more"), LAYOUTS, ids=[f"dp{n // tp}tp{tp}{'sp' * bool(more)}" for n, tp, more in LAYOUTS]
+FEW = 3  # steps: the second epoch begins, and AdamW has averages; more would only cost time
+# kv heads, vocabulary, data type: as many kv heads as heads, or fewer than ranks; rows that do not divide. These three
+# know nothing of each other, so the layouts take the lists in turn: each sees each value, and every two values meet.
+CASES = [
+    [(4, 256, torch.float64), (2, 259, torch.float64), (1, 256, torch.float32)],
+    [(4, 259, torch.float32), (2, 256, torch.float32), (1, 259, torch.float64)],
+]
+EQUALITY = [(*layout, *case) for i, layout in enumerate(LAYOUTS) for case in CASES[i % 2]]
+REPLICATED = {"kv_heads": 1, "vocab_size": 259}  # at tp 4: replicated kv heads, and padding
+OPTIONS = [
+    (FROM_SCRATCH, ["--no-overlap"]),
+    (FROM_SCRATCH, ["--no-overlap", "--sequence-parallel"]),
+    (FROM_SCRATCH, ["--regather", "--sequence-parallel"]),
+    (FROM_SCRATCH, ["--gather-logits"]),
+    (FROM_SCRATCH, ["--gather-logits", "--sequence-parallel"]),
+    (TRAIN, ["--gather-logits"]),
+    (TRAIN, ["--gather-logits", "--sequence-parallel"]),
+]
+
+
+def words(tp, more, dtype=torch.float64, **sizes):
+    """Returns the flags of a run of a few steps."""
+    flags = ["--tp", tp, "--dtype", str(dtype).removeprefix("torch."), "--steps", FEW, *more]
+    return [*flags, *(word for name, n in sizes.items() for word in (f"--{name.replace('_', '-')}", n))]
+
+
+TOGETHER = [  # processes and flags of train.py's runs that share their processes
+    *((n, words(tp, more, dtype, kv_heads=kv, vocab_size=v)) for n, tp, more, kv, v, dtype in EQUALITY),
+    *((4, words(4, option, **REPLICATED)) for script, option in OPTIONS if script == TRAIN),
+    *((n, words(2, [], microbatch=microbatch)) for n in (2, 4) for microbatch in (1, 2)),
+    *((4, words(2, more, dtype)) for dtype in HALF_TOLERANCE for more in ([], ["--sequence-parallel"])),
+]
+
+
+def read(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Trained(rows, load_file(folder / "model.safetensors"), folder, "")
+
+
+@pytest.fixture(scope="session")
+def train_few(train, flags, tmp_path_factory):
+    done = {}
+
+    def train_few(script, *more, nproc):
+        """As train, but the runs of TOGETHER with this nproc share their processes.
+
+        DTensor works out how each operation splits, once per process: that takes longer than the steps.
+        """
+        if script != TRAIN:
+            return train(script, *more, nproc=nproc)
+        if nproc not in done:
+            folder, lines, places = tmp_path_factory.mktemp("together"), [], {}
+            for i, (_, case) in enumerate(entry for entry in TOGETHER if entry[0] == nproc):
+                (place := folder / str(i)).mkdir()
+                line = [*flags, "--metrics", place / "metrics.jsonl", "--save", place, *case]
+                lines.append([str(word) for word in line])
+                places[tuple(map(str, case))] = place
+            (folder / "cases.json").write_text(json.dumps(lines))
+            run("tests/run_many.py", ROOT / TRAIN, folder / "cases.json", nproc=nproc, timeout=200).check()
+            done[nproc] = {case: read(place) for case, place in places.items()}
+        return done[nproc][tuple(map(str, more))]
+
+    return train_few
+
+
+equality = pytest.mark.parametrize(
+    ("nproc", "tp", "more", "kv_heads", "vocab_size", "dtype"),
+    EQUALITY,
+    ids=[f"dp{n // tp}tp{tp}{'sp' * bool(more)}-{kv}-{v}-{str(d)[-7:]}" for n, tp, more, kv, v, d in EQUALITY],
 )
 
 
@@ -49,79 +119,57 @@ def differs(trained, serial, dtype=torch.float64, **run):
 
 
 # ---- equality ----
-FEW = 3  # steps: the second epoch begins, and AdamW has averages; more would only cost time
-CASES = [  # kv heads, vocabulary, data type: as many kv heads as heads, or fewer than ranks; rows that do not divide
-    (4, 256, torch.float64),
-    (2, 259, torch.float64),
-    (1, 256, torch.float64),
-    (4, 256, torch.float32),
-    (2, 259, torch.float32),
-    (1, 256, torch.float32),
-]
-sizes = pytest.mark.parametrize(("kv_heads", "vocab_size", "dtype"), CASES, ids=lambda value: str(value)[-7:])
-
-
-@sizes
-@layouts
+@equality
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_losses_gradient_norms_and_weights_equal_the_serial_reference(
-    script, nproc, tp, more, kv_heads, vocab_size, dtype, train, serial
+    script, nproc, tp, more, kv_heads, vocab_size, dtype, train_few, serial
 ):
-    flags = ["--tp", tp, "--kv-heads", kv_heads, "--vocab-size", vocab_size, "--steps", FEW, *more]
-    trained = train(script, "--dtype", str(dtype).removeprefix("torch."), *flags, nproc=nproc)
+    sizes = {"kv_heads": kv_heads, "vocab_size": vocab_size}
+    trained = train_few(script, *words(tp, more, dtype, **sizes), nproc=nproc)
     assert trained.column("step") == list(range(1, FEW + 1))
-    assert differs(trained, serial, dtype, steps=FEW, kv_heads=kv_heads, vocab_size=vocab_size) == []
-
-
-OPTIONS = [
-    (FROM_SCRATCH, ["--no-overlap"]),
-    (FROM_SCRATCH, ["--no-overlap", "--sequence-parallel"]),
-    (FROM_SCRATCH, ["--regather", "--sequence-parallel"]),
-    (FROM_SCRATCH, ["--gather-logits"]),
-    (FROM_SCRATCH, ["--gather-logits", "--sequence-parallel"]),
-    (TRAIN, ["--gather-logits"]),
-    (TRAIN, ["--gather-logits", "--sequence-parallel"]),
-]
+    assert differs(trained, serial, dtype, steps=FEW, **sizes) == []
 
 
 @pytest.mark.parametrize(("script", "option"), OPTIONS, ids=str)
-def test_no_option_changes_the_losses(script, option, train, serial):
-    """At tp 4 with 1 kv head and a vocabulary that does not divide: replicated heads and padding are part of it."""
-    sizes = {"steps": FEW, "kv_heads": 1, "vocab_size": 259}
-    flags = ["--dtype", "float64", "--tp", 4, "--kv-heads", 1, "--vocab-size", 259, "--steps", FEW, *option]
-    assert differs(train(script, *flags, nproc=4), serial, **sizes) == []
+def test_no_option_changes_the_losses(script, option, train_few, serial):
+    trained = train_few(script, *words(4, option, **REPLICATED), nproc=4)
+    assert differs(trained, serial, steps=FEW, **REPLICATED) == []
 
 
 @pytest.mark.parametrize("more", [[], ["--sequence-parallel"]], ids=["plain", "sequence"])
 def test_compiled_model_has_the_same_losses(more, train, serial):
-    trained = train(TRAIN, "--dtype", "float64", "--compile", "aot_eager", *more, nproc=2)
+    import torch._dynamo.backends.debugging  # what the compiler needs once here, not again in each forked rank
+    import torch._inductor.debug
+    import torch._inductor.pattern_matcher  # noqa: F401
+
+    trained = train(TRAIN, *words(2, more), "--compile", "aot_eager", nproc=2)
     assert "aot_eager, async tensor parallelism off" in trained.output  # it needs GPUs
-    assert differs(trained, serial) == []
+    assert differs(trained, serial, steps=FEW) == []
 
 
 @pytest.mark.parametrize("microbatch", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_accumulation_over_microbatches_changes_nothing(script, microbatch, train, serial):
+def test_accumulation_over_microbatches_changes_nothing(script, microbatch, train_few, serial):
     for nproc in (2, 4):
-        flags = ["--dtype", "float64", "--tp", 2, "--microbatch", microbatch, "--steps", FEW]
-        assert differs(train(script, *flags, nproc=nproc), serial, steps=FEW) == []
+        trained = train_few(script, *words(2, [], microbatch=microbatch), nproc=nproc)
+        assert differs(trained, serial, steps=FEW) == []
 
 
 @pytest.mark.parametrize("more", [[], ["--sequence-parallel"]], ids=["plain", "sequence"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", HALF_TOLERANCE, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_half_precision_follows_the_float32_losses(script, dtype, more, train, serial):
-    trained = train(script, "--dtype", dtype, "--tp", 2, *more, nproc=4)
-    assert trained.column("loss") == pytest.approx(serial(torch.float32).losses, rel=HALF_TOLERANCE[dtype])
-    assert trained.column("loss") != pytest.approx(serial(torch.float32).losses, rel=TOLERANCE[torch.float32])
+def test_half_precision_follows_the_float32_losses(script, dtype, more, train_few, serial):
+    trained, expected = train_few(script, *words(2, more, dtype), nproc=4), serial(torch.float32, FEW).losses
+    assert trained.column("loss") == pytest.approx(expected, rel=HALF_TOLERANCE[dtype])
+    assert trained.column("loss") != pytest.approx(expected, rel=TOLERANCE[torch.float32])
     assert {weight.dtype for weight in trained.weights.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_all_ranks_are_tensor_parallel_unless_told_otherwise(script, train, serial):
-    trained = train(script, "--dtype", "float64", nproc=2)
+    trained = train(script, "--dtype", "float64", "--steps", FEW, nproc=2)
     assert "dp 1 x tp 2" in trained.output
-    assert differs(trained, serial) == []
+    assert differs(trained, serial, steps=FEW) == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -132,13 +180,14 @@ def test_float16_overflow_on_one_rank_makes_all_ranks_skip_the_step(script, plan
     )
     fault = "{0}if step == 3 and rank in {1}:\n{0}    next(iter(model.parameters())).grad.mul_(float('inf'))\n"
     indent = place[: len(place) - len(place.lstrip())]
+    more = ["--dtype", "float16", "--tp", 2, "--steps", 4]
     one, both = (
-        train(plant(script, (place, fault.format(indent, ranks) + place)), "--dtype", "float16", "--tp", 2, nproc=2)
+        train(plant(script, (place, fault.format(indent, ranks) + place)), *more, nproc=2)
         for ranks in ("[1]", "[0, 1]")
     )
     assert one.column("loss") == both.column("loss")
     assert all(torch.equal(one.weights[name], both.weights[name]) for name in one.weights)
-    whole = train(script, "--dtype", "float16", "--tp", 2, nproc=2)
+    whole = train(script, *more, nproc=2)
     assert one.column("loss")[3:] != whole.column("loss")[3:]
 
 
@@ -147,11 +196,14 @@ def test_rank_that_stalls_ends_the_job_within_the_timeout(script, plant, flags):
     """In groups of some ranks, too: those that a device mesh makes by itself wait for half an hour."""
     indent = " " * (12 if script == FROM_SCRATCH else 8)
     place = f"{indent}scaler.unscale_(optimizer)\n"
-    stall = f"{indent}if step == 2 and rank == 1:\n{indent}    import signal\n{indent}    signal.pause()\n"
-    stalled = plant(script, (place, stall + place))
+    # It waits for a lock that the others hold as long as they live; then torchrun would kill it.
+    alive = "import fcntl\n\nalive = open(__file__)\nfcntl.flock(alive, fcntl.LOCK_SH)\n\n\n"
+    stall = ["if step == 2 and rank == 1:", "    fcntl.flock(alive, fcntl.LOCK_EX)", "    os.kill(os.getpid(), 9)"]
+    lines = "".join(f"{indent}{line}\n" for line in stall)
+    stalled = plant(script, ("# ---- config", alive + "# ---- config"), (place, lines + place))
     result = run(stalled, *flags, "--tp", 2, "--timeout", 4, nproc=4, timeout=25)
-    assert result.codes[1] == -9  # killed at the end, as torchrun would
-    assert result.codes[0] == result.codes[2] == result.codes[3] == 1
+    assert result.codes == [1, -9, 1, 1]
+    assert "Timed out" in result.outputs[0]
 
 
 # ---- what crosses the network ----
@@ -251,19 +303,15 @@ def held(tp, kv_heads, vocab_size, itemsize):
     return 4 * itemsize * elements + 4 * (9 * LAYERS + 3)
 
 
-@sizes
-@layouts
-def test_states_of_a_rank_are_the_sharded_formula_to_the_byte(nproc, tp, more, kv_heads, vocab_size, dtype, train):
-    flags = ["--tp", tp, "--kv-heads", kv_heads, "--vocab-size", vocab_size, "--steps", FEW, *more]
-    trained = train(FROM_SCRATCH, "--dtype", str(dtype).removeprefix("torch."), *flags, nproc=nproc)
+@equality
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_states_of_a_rank_are_the_sharded_formula_to_the_byte(
+    script, nproc, tp, more, kv_heads, vocab_size, dtype, train_few
+):
+    trained = train_few(script, *words(tp, more, dtype, kv_heads=kv_heads, vocab_size=vocab_size), nproc=nproc)
+    if script == TRAIN and kv_heads < tp:
+        kv_heads *= tp  # each rank holds them all
     assert trained.rows[-1]["state_mib"] * 2**20 == held(tp, kv_heads, vocab_size, dtype.itemsize)
-
-
-@pytest.mark.parametrize(("nproc", "tp"), [(2, 2), (4, 4), (4, 2)])
-def test_states_of_a_rank_of_train_are_the_sharded_formula_to_the_byte(nproc, tp, train):
-    flags = ["--dtype", "float64", "--tp", tp, "--kv-heads", 4, "--vocab-size", 256, "--steps", FEW]
-    trained = train(TRAIN, *flags, nproc=nproc)
-    assert trained.rows[-1]["state_mib"] * 2**20 == held(tp, 4, 256, 8)
 
 
 def activations(flags, tmp_path, tp, layers, *more):
@@ -347,9 +395,10 @@ def test_dropout_differs_outside_too_where_the_ranks_hold_other_tokens(script, f
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_dropout_trains_and_keeps_the_ranks_together(script, train, serial):
-    trained = train(script, "--dropout", 0.1, "--tp", 2, "--microbatch", 2, nproc=4)
-    assert trained.column("loss")[0] == pytest.approx(serial(torch.float32).losses[0], rel=0.01)  # near, not equal
-    assert trained.column("loss") != pytest.approx(serial(torch.float32).losses, rel=TOLERANCE[torch.float32])
+    trained = train(script, "--dropout", 0.1, "--tp", 2, "--microbatch", 2, "--steps", FEW, nproc=4)
+    expected = serial(torch.float32, FEW).losses
+    assert trained.column("loss")[0] == pytest.approx(expected[0], rel=0.01)  # near, not equal
+    assert trained.column("loss") != pytest.approx(expected, rel=TOLERANCE[torch.float32])
     assert trained.column("loss")[-1] < trained.column("loss")[0]
 
 
