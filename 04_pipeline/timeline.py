@@ -50,6 +50,7 @@ def show_simulation(args, rank, world_size, _):
         raise UsageError(
             f"--simulate {args.simulate} must be four costs F,B,W,SEND, F and B above 0: 1,1,1,0"
         ) from None
+    dist.barrier()  # over all ranks: who left before would break the set-up of those that are still in it
     if rank:
         return
     schedule = make_schedule(args.schedule, pp, num_microbatches, chunks)

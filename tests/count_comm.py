@@ -20,15 +20,17 @@ sys.argv = sys.argv[2:]
 sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # as `python script` does
 with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler, contextlib.suppress(SystemExit):
     runpy.run_path(script, run_name="__main__")
-events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+assert profiler.profiler
+# The raw events: profiler.events() would make a tree of them all, which takes longer than the run.
+events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
 calls = [
-    [event.name.removeprefix("gloo:"), sum(prod(shape) for shape in event.input_shapes)]
+    [event.name().removeprefix("gloo:"), sum(prod(shape) for shape in event.shapes())]
     for event in events
-    if event.name.startswith("gloo:")
+    if event.name().startswith("gloo:")
 ]
 for event in events:
-    if event.name == "c10d::_reduce_scatter_base_":
-        elements = prod(event.input_shapes[1])
+    if event.name() == "c10d::_reduce_scatter_base_":
+        elements = prod(event.shapes()[1])
         calls.remove(["all_reduce", elements])
         calls.append(["reduce_scatter", elements])
 with open(f"{out}.{os.environ['RANK']}", "w") as file:

@@ -38,58 +38,59 @@ OTHERS = {"1 x 4 x 1": [1, 4, 1], "4 x 1 x 1": [4, 1, 1], "1 x 2 x 2": [1, 2, 2]
 MODELS = {"untied": ["--sequence-parallel"], "tied, not sharded": ["--tie", "--shard", "none"]}
 
 
+CHAINS = [*((other, "untied") for other in OTHERS), ("1 x 4 x 1", "tied, not sharded")]
+
+
 @pytest.fixture(scope="module")
 def chains(base, tmp_path_factory):
-    """Runs of 4 ranks: 2 steps on FIRST, the third on another mesh, the fourth on FIRST again; and without a step.
+    """Jobs of 4 ranks: 2 steps on FIRST, the third on another mesh, the fourth on FIRST again; and without a step.
 
-    Returns {(mesh, model): {name of a run: its folder}}.
+    Returns function(mesh, model) -> {name of a job: its folder}.
     """
-    folders, lines = {}, []
-    for model, more in MODELS.items():
-        folder = tmp_path_factory.mktemp("chain")
+    done = {}
 
-        def add(name, steps, *flags, folder=folder, more=more):
-            (place := folder / name).mkdir()
+    def job(model, name, steps, *flags):
+        if (model, name) not in done:
+            done[model, name] = place = tmp_path_factory.mktemp("job")
             written = ["--metrics", place / "metrics.jsonl", "--save-hf", place]
             saved = ["--save", place / "saved"] if name == "first" or name.endswith(" on") else []
-            lines.append([str(flag) for flag in [*base, *more, "--steps", steps, *flags, *written, *saved]])
-            return place
+            run(TRAIN, *base, *MODELS[model], "--steps", steps, *flags, *written, *saved, nproc=4).check()
+        return done[model, name]
 
-        first = add("first", 2, *FIRST)
-        for other, (pp, dp, tp) in OTHERS.items():
-            mesh, runs = ["--pp", pp, "--dp", dp, "--tp", tp], {"first": first}
-            runs["loaded there"] = add(f"{other} loaded", 2, *mesh, "--resume", first / "saved")
-            runs["on"] = add(f"{other} on", 3, *mesh, "--resume", first / "saved")
-            runs["loaded back"] = add(f"{other} loaded back", 3, *FIRST, "--resume", runs["on"] / "saved")
-            runs["back"] = add(f"{other} back", 4, *FIRST, "--resume", runs["on"] / "saved")
-            folders[other, model] = runs
-    (folder / "cases.json").write_text(json.dumps(lines))
-    run("tests/run_many.py", ROOT / TRAIN, folder / "cases.json", nproc=4, timeout=200).check()
-    return folders
+    def chain(other, model):
+        pp, dp, tp = OTHERS[other]
+        mesh, jobs = ["--pp", pp, "--dp", dp, "--tp", tp], {"first": job(model, "first", 2, *FIRST)}
+        there = ["--resume", jobs["first"] / "saved"]
+        jobs["loaded there"] = job(model, f"{other} loaded", 2, *mesh, *there)
+        jobs["on"] = job(model, f"{other} on", 3, *mesh, *there)
+        back = ["--resume", jobs["on"] / "saved"]
+        jobs["loaded back"] = job(model, f"{other} loaded back", 3, *FIRST, *back)
+        jobs["back"] = job(model, f"{other} back", 4, *FIRST, *back)
+        return jobs
+
+    return chain
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(("other", "model"), CHAINS)
 def test_another_mesh_has_the_very_weights_and_so_has_the_first_one_again(other, model, chains):
-    runs = chains[other, model]
+    jobs = chains(other, model)
     for before, after in (("first", "loaded there"), ("on", "loaded back")):
-        expected, found = weights_in(runs[before]), weights_in(runs[after])
+        expected, found = weights_in(jobs[before]), weights_in(jobs[after])
         assert found.keys() == expected.keys() == reference.shapes(**SIZES, tied="not" in model).keys()
         for name, weight in expected.items():
             assert torch.equal(found[name], weight), name
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(("other", "model"), CHAINS)
 def test_losses_go_on_as_if_never_interrupted(other, model, chains, text):
-    runs, rows = chains[other, model], []
+    jobs, rows = chains(other, model), []
     for name in ("first", "on", "back"):
-        rows += [json.loads(line) for line in (runs[name] / "metrics.jsonl").read_text().splitlines()]
+        rows += [json.loads(line) for line in (jobs[name] / "metrics.jsonl").read_text().splitlines()]
     expected = reference.train(STEPS, BATCH, SEQ_LEN, text, torch.float64, clip=CLIP, tied="not" in model, **SIZES)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=EXACT)
     assert [row["grad_norm"] for row in rows] == pytest.approx(expected.grad_norms, rel=EXACT)
-    for name, weight in weights_in(runs["back"]).items():
+    for name, weight in weights_in(jobs["back"]).items():
         assert (weight - expected.weights[name]).abs().max() < EXACT, name
 
 

@@ -280,7 +280,7 @@ def test_stage_that_dies_or_stalls_ends_the_job_and_is_named(kind, stage, line, 
     hang = HANG.format(kind=kind, stage=stage, microbatch=1, how=code)
     script = plant(FROM_SCRATCH, ("# ---- config", ALIVE), ("executor.py", "            key, received", hang))
     flags = [*base, "--layers", 4, "--microbatch", 12, "--timeout", 4]
-    result = run(script, *flags, nproc=2, timeout=25)
+    result = run(script, *flags, nproc=2)
     other = 1 - stage
     assert result.codes[other] == 1
     # A rank that dies takes along what it has just begun to send: the microbatch before.

@@ -201,7 +201,7 @@ def test_rank_that_stalls_ends_the_job_within_the_timeout(script, plant, flags):
     stall = ["if step == 2 and rank == 1:", "    fcntl.flock(alive, fcntl.LOCK_EX)", "    os.kill(os.getpid(), 9)"]
     lines = "".join(f"{indent}{line}\n" for line in stall)
     stalled = plant(script, ("# ---- config", alive + "# ---- config"), (place, lines + place))
-    result = run(stalled, *flags, "--tp", 2, "--timeout", 4, nproc=4, timeout=25)
+    result = run(stalled, *flags, "--tp", 2, "--timeout", 4, nproc=4)
     assert result.codes == [1, -9, 1, 1]
     assert "Timed out" in result.outputs[0]
 
