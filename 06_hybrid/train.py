@@ -299,10 +299,8 @@ def train_with_mesh(args, rank, world_size, device):
     # Weight, gradient, AdamW's two averages, and its count of steps.
     most = torch.tensor(sum(4 * p.to_local().nbytes + 4 for p in job.named.values()), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)  # all_reduce over all ranks: bytes of states here -> the most of a rank
-    held, whole = (
-        most.item(),
-        sum(4 * shape.numel() * job.dtype.itemsize + 4 for shape in whole_shapes(config).values()),
-    )
+    held = most.item()
+    whole = sum(4 * shape.numel() * job.dtype.itemsize + 4 for shape in whole_shapes(config).values())
     log = print if rank == 0 else lambda _: None
     plan = f"{args.schedule}, {num_microbatches} microbatches of {args.microbatch} | shard {args.shard}"
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items())

@@ -49,6 +49,19 @@ def test_fake_tensors_hold_as_much_as_real_ones():
     assert step_of(True) == step_of(False)
 
 
+def test_a_gradient_with_the_id_of_a_buffer_that_is_gone_is_not_that_buffer(monkeypatch):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    known = weight.untyped_storage()
+    # Python hands out the ids of what is gone again: here, for sure.
+    monkeypatch.setattr("tracker.id", lambda storage: id(storage) if storage is known else 1, raising=False)
+    with Tracker({}) as tracker:
+        tracker.begin([weight], torch.optim.SGD([weight]))
+        buffer = torch.zeros(1000)
+        del buffer
+        weight.grad = torch.zeros(1)
+        assert tracker.held_bytes_by_kind()["buffers"] == 4000
+
+
 def test_a_resized_storage_counts_with_its_new_size():
     optimizer = torch.optim.SGD([torch.zeros(1)])
     with Tracker({}) as tracker:
