@@ -196,7 +196,8 @@ def test_logits_of_loaded_weights_are_those_of_transformers(mesh, kind, text, tm
 
 # ---- memory ----
 RESIDENT = """
-import os, re, runpy, sys
+import ctypes, os, re, runpy, sys
+ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD, fixed: a matrix never lies in the heap, where freed pages stay
 script = sys.argv[1]
 sys.argv = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(script))
