@@ -18,6 +18,7 @@ Sources: Narayanan et al., 2021 (above); Zhao et al., FSDP, arXiv:2304.11277; Ko
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from itertools import accumulate
@@ -57,7 +58,7 @@ def parse_args():
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--timeout", type=float, default=600, help="seconds that a rank waits for another")
     add("--metrics", default=os.devnull, help="file for one JSON object per step")
-    add("--save", help="folder for a sharded checkpoint, written at the end")
+    add("--save", help="folder for a sharded checkpoint, written at the end and on SIGTERM")
     add("--save-every", type=int, default=0, help="a checkpoint after every so many steps, too")
     add("--async-save", action="store_true", help="a thread writes these while training goes on")
     add("--resume", help="folder to go on from, saved on any mesh; may be empty if --save names it too")
@@ -231,18 +232,18 @@ class Trainer:
             # all_reduce over the first and last stage: the gradient of the embedding, of the head -> their sum
             dist.all_reduce(p.grad.to_local(), group=self.tie_group)
 
-    def update(self, written):
-        """Clips and steps. Returns (3,): loss, on how many ranks `written` is true, gradient norm; all of all ranks."""
+    def update(self, written, signalled=False):
+        """Clips and steps. Returns (4,): loss, how many ranks say each of the two, gradient norm; all of all ranks."""
         own = [p.grad.to_local() for p in self.counted]
         square = nn.utils.get_total_norm(own) ** 2 if own else 0 * self.one
         loss = sum(self.parts, 0 * self.one) * (self.tp_rank == 0)  # alike in a tp group
         self.parts.clear()
         # all_reduce over all ranks: what is counted here of the squared norm, of the loss, of the ranks that have
-        # written their checkpoint -> of all. One collective, as each is but a number.
-        dist.all_reduce(totals := torch.stack((loss, self.one * written, square)))
-        totals[2] = totals[2].sqrt() / self.scaler.scale(self.one)
+        # written their checkpoint or got SIGTERM -> of all. One collective, as each is but a number.
+        dist.all_reduce(totals := torch.stack((loss, self.one * written, self.one * signalled, square)))
+        norm = totals[3] = totals[3].sqrt() / self.scaler.scale(self.one)
         # If a gradient overflowed anywhere, this is nan everywhere: the scaler makes all ranks skip the step together.
-        coefficient = (self.args.clip / (totals[2] + 1e-6)).clamp(max=1) + 0 * totals[2]
+        coefficient = (self.args.clip / (norm + 1e-6)).clamp(max=1) + 0 * norm
         for p in self.named.values():
             p.grad.to_local().mul_(coefficient)
         self.scaler.unscale_(self.optimizer)
@@ -254,7 +255,7 @@ class Trainer:
 
 # ---- main ----
 def train_with_mesh(args, rank, world_size, device):
-    """Trains, and returns {name in the whole model: parameter} of this rank's stages."""
+    """Trains, and returns the exit code."""
     config = choose_config(args)
     pp_size, replicas, num_shards, tp_size = mesh_sizes = choose_mesh(args, world_size)
     layers, num_microbatches = check_pipeline(args, config, pp_size, dp_size := replicas * num_shards, check_args)
@@ -287,7 +288,7 @@ def train_with_mesh(args, rank, world_size, device):
 
     def report(step, values, copied, seconds):
         copied.synchronize() if cuda else None
-        loss, written, grad_norm = values.tolist()
+        loss, written, signalled, grad_norm = values.tolist()
         peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
         row = dict(step=step, loss=loss, grad_norm=grad_norm, tokens_per_s=tokens / seconds, step_ms=1e3 * seconds)
         print(json.dumps(row | dict(state_mib=held / 2**20, peak_mib=peak)), file=metrics, flush=True)
@@ -295,6 +296,7 @@ def train_with_mesh(args, rank, world_size, device):
             print(f"{step:5} | {loss:6.4f} | {grad_norm:9.4f} | {tokens / seconds:8.0f}", flush=True)
         if writer and written == world_size:  # every rank reads this number in the same step
             writer.finish()
+        return signalled > 0
 
     # Weight, gradient, AdamW's two averages, and its count of steps.
     most = torch.tensor(sum(4 * p.to_local().nbytes + 4 for p in job.named.values()), device=device)
@@ -308,28 +310,31 @@ def train_with_mesh(args, rank, world_size, device):
     log("\n".join(draw_mesh(sizes, nodes, hosts)))
     log(" step |   loss | grad_norm | tokens/s")
     tokens, late, clock = args.batch * args.seq_len, [], time.perf_counter()
-    for step in range(start + 1, args.steps + 1):
+    step, stop, signals = start, False, []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
+    while step < args.steps and not stop:
+        step += 1
         # The ranks of a replica take the same sequences, whatever their place on pp and tp: (B/dp, T + 1)
         mine = global_batch(windows, args.batch, args.seed, step - 1)[job.dp_rank :: job.dp_size]
         text = (mine.pin_memory() if cuda else mine).to(device, non_blocking=True).long()
         job.forward_backward(text)
-        totals = job.update(writer is not None and writer.is_written())
+        totals = job.update(writer is not None and writer.is_written(), len(signals) > 0)
         # The host reads this step's figures one step later: waiting for them now would leave the GPU without work.
         values = totals.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if cuda else None
         began, clock = clock, time.perf_counter()
         late.append((step, values, copied, clock - began))
-        while len(late) > (step < args.steps):  # one step late; at the end, all
-            report(*late.pop(0))
-        if args.save_every and step % args.save_every == 0 and step < args.steps:
+        while len(late) > (step < args.steps and not stop):  # one step late; at the end, all
+            stop |= report(*late.pop(0))
+        if args.save_every and step % args.save_every == 0 and step < args.steps and not stop:
             writer.start(step, job.weights, job.optimizer, job.scaler)
     if args.save:
-        writer.start(max(start, args.steps), job.weights, job.optimizer, job.scaler)
+        writer.start(step, job.weights, job.optimizer, job.scaler)
         writer.finish()
-    if args.save_hf:
+    if args.save_hf and not stop:
         save_hf(args.save_hf, job.weights, config, args.hf)
     log(f"layers per stage {layers}, {held:,} of {whole:,} bytes of parameters, gradients and AdamW states on a rank")
-    return job.named
+    return 128 + signal.SIGTERM if stop else 0
 
 
 def try_on_paper(args):
@@ -367,7 +372,8 @@ def main():
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
     with process_group(args.device, args.timeout) as (rank, _, world_size, device):
-        train_with_mesh(args, rank, world_size, device)
+        code = train_with_mesh(args, rank, world_size, device)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
