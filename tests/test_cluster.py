@@ -15,17 +15,8 @@ import pytest
 from runner import ROOT
 
 CLUSTER = ROOT / "06_hybrid" / "cluster.py"
-OUTER = [
-    "unshare",
-    *(["-U", "-r"] if os.geteuid() else []),
-    "-n",
-    "-m",
-    "-p",
-    "-f",
-    "--mount-proc",
-    "--kill-child",
-    "true",
-]
+KINDS = ["-n", "-m", "-p", "-f", "--mount-proc", "--kill-child"]
+OUTER = ["unshare", *(["-U", "-r"] if os.geteuid() else []), *KINDS, "true"]
 
 
 def reason_to_skip():
