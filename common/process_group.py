@@ -64,8 +64,9 @@ def meet(rank: int, timeout: float) -> dist.Store:
         raise UsageError(taken if "EADDRINUSE" in str(error) else silent) from None
     finally:
         alarm.cancel()
-    # Restarted workers share the store of the dead attempt: a prefix keeps them from its addresses.
-    return dist.PrefixStore("attempt" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    # A store of torchrun's outlives an attempt: a prefix keeps restarted workers from the dead one's addresses.
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else no prefix: nodes count their own restarts
+    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store) if kept else store
 
 
 @contextmanager

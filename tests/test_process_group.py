@@ -109,6 +109,22 @@ for attempt in ("0", "1"):
     assert start(body).check().outputs == ["False\nFalse\n"]
 
 
+def test_ranks_of_nodes_that_count_their_restarts_apart_meet_where_the_store_is_new(start):
+    """A node that comes back has restarted nothing, the survivor once; torchrun then has rank 0 serve a new store."""
+    body = """
+os.environ["TORCHELASTIC_RESTART_COUNT"] = rank
+kept = dist.rendezvous
+def rendezvous(*args, **kwargs):  # the runner's store is new: it stands for the one that rank 0 serves
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    found = next(iter(kept(*args, **kwargs)))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    return [found]
+dist.rendezvous = rendezvous
+"""
+    result = start(body + JOIN, nproc=2).check()
+    assert result.outputs == [f"{rank} {rank} 2 cpu gloo 2\n" for rank in range(2)]
+
+
 # ---- failing ----
 def test_usage_error_is_one_line_and_exit_code_2_on_every_rank(start):
     result = start('with process_group("cpu", 20): raise UsageError("64 is not divisible by 3: use 63")', nproc=3)
