@@ -24,6 +24,7 @@ import time
 from switch import Bridge, Refused, Relay, shell, token_bucket
 
 BIT, SECOND = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}, {"s": 1, "ms": 1e-3, "us": 1e-6}
+SECONDS = r"\+?\d+(\.\d+)?"
 EVENTS = "kill, off, start, cut, heal, rate=R, loss=P"
 # What a node does first: its name, the names of all (in a tmpfs that goes with it), then wait for its cable.
 BOOT = """hostname "$1"; mount -t tmpfs tmpfs /mnt; printf "$HOSTS" >/mnt/hosts; mount --bind /mnt/hosts /etc/hosts
@@ -161,6 +162,11 @@ class Cluster:
                 shell(*inside, *token_bucket("eth0", value))
 
     # ---- running ----
+    @staticmethod
+    def is_to_start(at):
+        """Whether time alone will bring a node back."""
+        return at and re.fullmatch(SECONDS, at[0][0]) and any(what == "start" for _, what, *_ in at)
+
     def print_output(self, node):
         """Prints the whole lines that a node has written; returns them."""
         try:
@@ -180,15 +186,17 @@ class Cluster:
                 now = self.bytes_before.get(int(node), 0) + int(received)
                 self.bytes_sent[int(node)] = max(now, self.bytes_sent.get(int(node), 0))
 
-    def is_running(self):
-        return any(node.poll() is None for node in self.nodes.values())
+    def is_due(self, when, lines):
+        if re.fullmatch(SECONDS, when):
+            return time.monotonic() >= float(when) + (self.fired if when.startswith("+") else self.started)
+        return any(when in line for line in lines)
 
     def run(self):
-        """Returns the exit code: the worst of the nodes that were not killed on purpose."""
+        """Returns the exit code: the worst of the nodes that were not killed on purpose; 1 if not all could be done."""
         self.boot(range(self.args.nodes))
-        self.started = before = time.monotonic()
-        events, wait = list(self.args.at), 0.0
-        while self.is_running() or any(what == "start" for _, what, *_ in events):
+        self.started = self.fired = time.monotonic()
+        at, wait = self.args.at, 0.0
+        while any(node.poll() is None for node in self.nodes.values()) or self.is_to_start(at):
             if time.monotonic() - self.started > self.args.limit:
                 say(f"the limit of {self.args.limit:g} s is over")
                 return 124
@@ -196,18 +204,10 @@ class Cluster:
             ready, _, _ = select.select([*pipes, *self.switch.sockets], [], [], wait)
             wait = self.switch.move(ready)
             lines = [line for r in self.nodes for line in self.print_output(r)]
-            while events:
-                when, what, value, node = events[0]
-                now = time.monotonic()
-                if re.fullmatch(r"\+?\d+(\.\d+)?", when):
-                    due = now >= float(when) + (before if when.startswith("+") else self.started)
-                else:
-                    due = any(when in line for line in lines)
-                if not due:
-                    break
-                before, lines = now, []
-                events.pop(0)
-                self.fire(what, value, node)
+            while at and self.is_due(at[0][0], lines):
+                _, *what = at.pop(0)
+                self.fired, lines = time.monotonic(), []
+                self.fire(*what)
             self.count_bytes()
         for node in self.nodes:
             self.print_output(node)
@@ -215,7 +215,9 @@ class Cluster:
         sent = ", ".join(f"node{r} {size:,}" for r, size in sorted(self.bytes_sent.items()))
         took = f"{time.monotonic() - self.started:.1f} s, exit codes {', '.join(map(str, codes.values()))}"
         say(f"{took}; bytes sent to other nodes: {sent}")
-        return max((code for r, code in codes.items() if r not in self.dead), default=0)
+        for when, what, _, node in at:
+            say(f"not done: {what} of node{node}, as {when!r} did not come before the end")
+        return max((code for r, code in codes.items() if r not in self.dead), default=0) or (1 if at else 0)
 
 
 def exit_code(code):
