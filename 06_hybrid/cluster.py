@@ -213,6 +213,7 @@ class Cluster:
             self.print_output(node)
         codes = {r: exit_code(node.returncode) for r, node in self.nodes.items()}
         sent = ", ".join(f"node{r} {size:,}" for r, size in sorted(self.bytes_sent.items()))
+        sent += f"; {self.switch.lost} frames lost" if self.switch.lost else ""
         took = f"{time.monotonic() - self.started:.1f} s, exit codes {', '.join(map(str, codes.values()))}"
         say(f"{took}; bytes sent to other nodes: {sent}")
         for when, what, _, node in at:
@@ -231,6 +232,7 @@ def say(words):
 # ---- main ----
 def contain():
     """Runs this script again, inside namespaces that end with it; returns its exit code."""
+    os.environ["PATH"] += ":/usr/sbin:/sbin"  # where ip and tc lie; not all users look there
     for tool in ("ip", "tc", "unshare", "setpriv", "nsenter"):
         if not shutil.which(tool):
             raise Refused(f"{tool} is missing: install iproute2 and util-linux, as in apt-get install iproute2")

@@ -32,7 +32,7 @@ def token_bucket(device, rate):
 class Bridge:
     """A switch in the kernel, and a token bucket at both ends of each cable: a rate, and nothing to slow the CPUs."""
 
-    sockets = ()
+    sockets, lost = (), 0
 
     def __init__(self, args):
         self.rate = [args.rate] * args.nodes
@@ -54,7 +54,8 @@ class Relay:
     HEADER = 10  # virtio_net_hdr, before each frame: with it frames of 64 KiB pass whole
 
     def __init__(self, args):
-        self.delay, self.sockets, self.addresses, self.due, self.count = args.delay, [None] * args.nodes, {}, [], 0
+        self.delay, self.sockets, self.addresses, self.due = args.delay, [None] * args.nodes, {}, []
+        self.count = self.lost = 0  # of frames
         self.loss, self.rate = [args.loss] * args.nodes, [args.rate or 1e12] * args.nodes
         self.sent, self.received = [0.0] * args.nodes, [0.0] * args.nodes  # when each direction of a link is free again
 
@@ -88,8 +89,10 @@ class Relay:
         for node in [self.addresses[target]] if target in self.addresses else range(len(self.sockets)):
             now = time.monotonic()
             free = max(now - 0.002, self.sent[source], self.received[node])  # 2 ms of credit: late is not slow
-            lost = random.random() < max(self.loss[source], self.loss[node])
-            if node == source or lost or free - now > 0.05:  # a queue of 50 ms is full
+            if node == source:
+                continue
+            if random.random() < max(self.loss[source], self.loss[node]) or free - now > 0.05:  # a queue of 50 ms is full
+                self.lost += 1
                 continue
             free += bits / min(self.rate[source], self.rate[node])
             self.sent[source] = self.received[node] = free

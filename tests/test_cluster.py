@@ -12,28 +12,9 @@ import uuid
 from pathlib import Path
 
 import pytest
-from runner import ROOT
+from emulated import CLUSTER, KINDS, USER, cluster, needs_namespaces
 
-CLUSTER = ROOT / "06_hybrid" / "cluster.py"
-KINDS = ["-n", "-m", "-p", "-f", "--mount-proc", "--kill-child"]
-OUTER = ["unshare", *(["-U", "-r"] if os.geteuid() else []), *KINDS, "true"]
-
-
-def reason_to_skip():
-    missing = [tool for tool in ("ip", "tc", "unshare", "setpriv", "nsenter") if not shutil.which(tool)]
-    if missing:
-        return f"{missing[0]} is missing"
-    tried = subprocess.run(OUTER, capture_output=True, text=True)
-    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
-
-
-pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
-
-
-def cluster(*words, timeout=60, env=None):
-    command = [str(word) for word in [sys.executable, CLUSTER, *words]]
-    env = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env)
+pytestmark = needs_namespaces
 
 
 def each(script, *flags, **more):
@@ -227,6 +208,13 @@ else:
     assert said(done, 0)[-1] == "two"
 
 
+def test_what_did_not_come_before_the_end_is_said_and_is_no_success():
+    done = cluster("--at", "never said:kill:1", "--at", "+1:start:1", "--each", "--", "true")
+    assert done.returncode == 1
+    assert "not done: kill of node1, as 'never said' did not come before the end\n" in done.stderr
+    assert "not done: start of node1, as '+1' did not come before the end\n" in done.stderr
+
+
 # ---- nothing stays ----
 def processes(mark):
     found = []
@@ -304,14 +292,16 @@ def test_bad_input_ends_in_one_line(flags):
     assert done.stderr.count("\n") == 1
 
 
-def test_what_is_missing_or_forbidden_is_named_in_one_line(tmp_path):
-    for tool in ("unshare", "setpriv", "nsenter", "tc"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    done = cluster("--each", "--", "true", env={"PATH": str(tmp_path)})
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+def test_missing_iproute2_is_said_in_one_line(tmp_path):
+    (tmp_path / "unshare").symlink_to(shutil.which("unshare"))
+    hidden = ["unshare", *USER, "-m", "sh", "-c", 'mount -t tmpfs tmpfs /usr/sbin; PATH=$1; shift; exec "$@"', "sh"]
+    command = [*hidden, str(tmp_path), sys.executable, str(CLUSTER), "--each", "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith("error: ip is missing: install iproute2")
-    (tmp_path / "ip").symlink_to(shutil.which("ip"))
-    (tmp_path / "unshare").unlink()
+
+
+def test_kernel_that_forbids_namespaces_is_said_in_one_line(tmp_path):
     (tmp_path / "unshare").write_text("#!/bin/sh\necho 'unshare: Operation not permitted' >&2\nexit 1\n")
     (tmp_path / "unshare").chmod(0o755)
     done = cluster("--each", "--", "true", env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from emulated import reason_to_skip
 from runner import ROOT
 
 MODEL = "--steps 1 --batch 2 --seq-len 8 --dim 16 --layers 2 --heads 2 --kv-heads 1"
@@ -23,6 +24,7 @@ SMALLEST = {  # the quickest flags of each script; an entry "folder/script" goes
     "picture.py": "--dim 8 --layers 1",
     "simulate.py": "--pp 2 --microbatches 2",
     "check.py": "--brief",
+    "cluster.py": "--nodes 1 --each -- hostname",
 }
 COMMENT = "# copied this folder out? copy common/ beside it or into it"
 
@@ -67,6 +69,8 @@ def test_every_folder_has_a_script_to_run():
     ("script", "placement"), [*((script, "beside") for script in SCRIPTS), *((script, "inside") for script in INSIDE)]
 )
 def test_copied_folder_runs_with_common(script, placement, tmp_path):
+    if script.endswith("/cluster.py") and reason_to_skip():
+        pytest.skip(reason_to_skip())
     project, folder = tmp_path / "project", script.split("/")[0]
     copy(folder, project)
     copy("common", project if placement == "beside" else project / folder)

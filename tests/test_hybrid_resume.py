@@ -95,6 +95,38 @@ def test_losses_go_on_as_if_never_interrupted(other, model, chains, text):
         assert (weight - expected.weights[name]).abs().max() < EXACT, name
 
 
+SIGNAL = """
+import os, runpy, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+steps = []
+
+def hook(*_):
+    steps.append(1)
+    if os.environ["RANK"] == "2" and len(steps) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+register_optimizer_step_post_hook(hook)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_sigterm_to_one_rank_saves_at_one_step_on_all_and_ends(base, text, tmp_path):
+    """So ends a job whose time is up, or whose node is wanted back; code 143 tells the launcher that it is not done."""
+    (tmp_path / "signal_at.py").write_text(SIGNAL)
+    flags = [*base, *FIRST, "--steps", 6, "--save", tmp_path / "saved", "--metrics", tmp_path / "metrics.jsonl"]
+    ended = run(tmp_path / "signal_at.py", ROOT / TRAIN, *flags, nproc=4)
+    assert ended.codes == [143] * 4, ended.outputs
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-4"]  # two steps on: figures are read late
+    run(TRAIN, *flags, "--resume", tmp_path / "saved", nproc=4).check()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    expected = reference.train(6, BATCH, SEQ_LEN, text, torch.float64, clip=CLIP, **SIZES)
+    assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=EXACT)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(expected.grad_norms, rel=EXACT)
+
+
 # ---- refused ----
 @pytest.fixture(scope="module")
 def other_model(base, tmp_path_factory):
