@@ -67,9 +67,7 @@ def parse_args():
     add("--rate", default="", help="of each node's link, each way: 1gbit, 100mbit; default: as fast as it goes")
     add("--delay", default="0s", help="one way: 0.5ms")
     add("--loss", default="0%", help="of frames: 1%%")
-    add(
-        "--rdzv", choices=("static", "c10d"), default="static", help="static: node 0 has the first ranks; c10d: elastic"
-    )
+    add("--rdzv", choices=("static", "c10d"), default="static", help="c10d: nodes may come and go")
     add("--at", action="append", default=[], metavar="WHEN:WHAT:NODE",
         help=f"one after the other. WHEN: seconds, +seconds after the one before, or text in a line of output. WHAT: "
              f"{EVENTS}. kill: processes die, others are told; off: like a power cut, silence")  # fmt: skip
@@ -92,8 +90,9 @@ def parse_args():
 # ---- nodes ----
 class Cluster:
     def __init__(self, args, words):
-        self.args, self.words, self.nodes, self.network, self.dead, self.rest = args, words, {}, {}, set(), {}
-        self.bytes_before, self.bytes_sent, self.started = {}, {}, time.monotonic()
+        self.args, self.words, self.at = args, words, list(args.at)
+        self.nodes, self.network, self.rest, self.dead = {}, {}, {}, set()  # rest: of a line of output
+        self.bytes_before, self.bytes_sent = {}, {}
         relay = args.delay or args.loss or any(what == "loss" for _, what, _, _ in args.at)
         self.switch = (Relay if relay else Bridge)(args)
 
@@ -162,11 +161,6 @@ class Cluster:
                 shell(*inside, *token_bucket("eth0", value))
 
     # ---- running ----
-    @staticmethod
-    def is_to_start(at):
-        """Whether time alone will bring a node back."""
-        return at and re.fullmatch(SECONDS, at[0][0]) and any(what == "start" for _, what, *_ in at)
-
     def print_output(self, node):
         """Prints the whole lines that a node has written; returns them."""
         try:
@@ -186,6 +180,11 @@ class Cluster:
                 now = self.bytes_before.get(int(node), 0) + int(received)
                 self.bytes_sent[int(node)] = max(now, self.bytes_sent.get(int(node), 0))
 
+    def goes_on(self):
+        """Whether a node runs, or time alone will bring one back."""
+        timed = self.at and re.fullmatch(SECONDS, self.at[0][0]) and any(what == "start" for _, what, *_ in self.at)
+        return timed or any(node.poll() is None for node in self.nodes.values())
+
     def is_due(self, when, lines):
         if re.fullmatch(SECONDS, when):
             return time.monotonic() >= float(when) + (self.fired if when.startswith("+") else self.started)
@@ -195,8 +194,8 @@ class Cluster:
         """Returns the exit code: the worst of the nodes that were not killed on purpose; 1 if not all could be done."""
         self.boot(range(self.args.nodes))
         self.started = self.fired = time.monotonic()
-        at, wait = self.args.at, 0.0
-        while any(node.poll() is None for node in self.nodes.values()) or self.is_to_start(at):
+        wait = 0.0
+        while self.goes_on():
             if time.monotonic() - self.started > self.args.limit:
                 say(f"the limit of {self.args.limit:g} s is over")
                 return 124
@@ -204,8 +203,8 @@ class Cluster:
             ready, _, _ = select.select([*pipes, *self.switch.sockets], [], [], wait)
             wait = self.switch.move(ready)
             lines = [line for r in self.nodes for line in self.print_output(r)]
-            while at and self.is_due(at[0][0], lines):
-                _, *what = at.pop(0)
+            while self.at and self.is_due(self.at[0][0], lines):
+                _, *what = self.at.pop(0)
                 self.fired, lines = time.monotonic(), []
                 self.fire(*what)
             self.count_bytes()
@@ -216,9 +215,9 @@ class Cluster:
         sent += f"; {self.switch.lost} frames lost" if self.switch.lost else ""
         took = f"{time.monotonic() - self.started:.1f} s, exit codes {', '.join(map(str, codes.values()))}"
         say(f"{took}; bytes sent to other nodes: {sent}")
-        for when, what, _, node in at:
+        for when, what, _, node in self.at:
             say(f"not done: {what} of node{node}, as {when!r} did not come before the end")
-        return max((code for r, code in codes.items() if r not in self.dead), default=0) or (1 if at else 0)
+        return max((code for r, code in codes.items() if r not in self.dead), default=0) or (1 if self.at else 0)
 
 
 def exit_code(code):

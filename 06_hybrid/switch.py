@@ -91,7 +91,9 @@ class Relay:
             free = max(now - 0.002, self.sent[source], self.received[node])  # 2 ms of credit: late is not slow
             if node == source:
                 continue
-            if random.random() < max(self.loss[source], self.loss[node]) or free - now > 0.05:  # a queue of 50 ms is full
+            if (
+                random.random() < max(self.loss[source], self.loss[node]) or free - now > 0.05
+            ):  # a queue of 50 ms is full
                 self.lost += 1
                 continue
             free += bits / min(self.rate[source], self.rate[node])
