@@ -1,4 +1,4 @@
-"""Every README's commands run, and print what the README shows.
+"""The commands of every page run, and print what the page shows.
 
 A ```console block holds commands, on lines that begin with `$ `, and below each what it prints on stdout. A line `...`
 stands for any number of lines. Numbers differ between machines, except in the loss column: see `same`.
@@ -13,6 +13,7 @@ from math import isclose
 from pathlib import Path
 
 import pytest
+from emulated import reason_to_skip
 from runner import ROOT
 
 NOT_RUN = {  # commands that begin like this are shown, but not run here
@@ -43,6 +44,8 @@ def blocks(text):
 
 
 def reason_not_to_run(command):
+    if "cluster.py" in command and reason_to_skip():
+        return reason_to_skip()
     return next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
 
 
@@ -76,11 +79,12 @@ def agrees(shown, printed):
 
 
 # ---- the tests ----
+PAGES = sorted({*ROOT.glob("README.md"), *ROOT.glob("0[1-7]_*/**/*.md")})
 READMES = sorted({*ROOT.glob("README.md"), *ROOT.glob("0[1-7]_*/README.md")})
 BLOCKS = [
-    pytest.param(block, id=f"{readme.relative_to(ROOT)}: {block[0][0]}")
-    for readme in READMES
-    for block in blocks(readme.read_text())
+    pytest.param(block, id=f"{page.relative_to(ROOT)}: {block[0][0]}")
+    for page in PAGES
+    for block in blocks(page.read_text())
     if not all(reason_not_to_run(command) for command, _ in block)
 ]
 
