@@ -116,6 +116,8 @@ def make_job(args, precision):
             f"--gpus {args.gpus} are not whole nodes of {per_node}: use {-(-args.gpus // per_node) * per_node}"
         )
     gpu.peak_flops(precision)  # refuses a precision that it does not have
+    if gpu.attention_fraction is None and precision == "bf16":
+        raise UsageError(f"--precision bf16: {gpu.name} has none; use fp16")
     gpu = gpu._replace(nic_gb_s=args.nic_gb_s or gpu.nic_gb_s)
     links = read_links(args.links) if args.links else ()
     flash, fused = not args.no_flash and gpu.attention_fraction is not None, not args.eager
@@ -130,11 +132,11 @@ def read_sizes(text, flag):
         key, _, value = part.strip().partition("=")
         key = KEYS.get(key, key)
         words = {"recompute": ("none", "selective", "full"), "offload": ("none", "optimizer", "all")}.get(key)
-        if key not in Layout._fields or not (
-            value in words if words else value.isdecimal() and (int(value) or key == "zero")
-        ):
+        may_be_0 = key in ("zero", "sequence_parallel")
+        is_right = value in words if words else value.isdecimal() and (int(value) > 0 or may_be_0)
+        if key not in Layout._fields or not is_right:
             keys = ", ".join(Layout._fields)
-            raise UsageError(f"{flag} {part!r}: write name=size, names are {keys}; sizes are above 0")
+            raise UsageError(f"{flag} {part!r}: write name=size,name=size; names are {keys}; sizes are above 0")
         sizes[key] = value if words else int(value)
     return sizes
 
@@ -329,6 +331,8 @@ def answer(args):
         if best.layout.offload != "none":
             print(f"offloading takes {host_bytes(job.model, job, best.layout) / 1e9:,.0f} GB of each node's own memory")
     print(command)
+    if not command.startswith("#") and job.recipe != "16":
+        print("# train.py keeps 16 bytes per parameter, float32 weights among them: --recipe 16 plans that")
 
 
 def main():

@@ -37,7 +37,7 @@ def stage_params(model, layout, first, last):
     return (stage_layers(model, layout, first, last) * model.layer_params + ends) / layout.tp
 
 
-def state_bytes(params, recipe, layout, pipelined=False):
+def zero_bytes(params, recipe, layout, pipelined=False):
     """Weights, gradients and optimizer states of `params` elements (Rajbhandari et al., arXiv:1910.02054, section 5).
 
     With a pipeline the gradients of all microbatches are summed whole, whatever ZeRO does at the end of the step.
@@ -141,7 +141,7 @@ def stage_memory(job, layout, stage):
     """Returns {part: bytes} of a rank of that stage, and "total" with the allowances."""
     first, last = stage == 0, stage == layout.pp - 1
     params = stage_params(job.model, layout, first, last)
-    parts = state_bytes(params, job.recipe, layout, layout.pp > 1) | stage_activations(job, layout, stage)
+    parts = zero_bytes(params, job.recipe, layout, layout.pp > 1) | stage_activations(job, layout, stage)
     parts["buffers"] = buffer_bytes(job, layout, params)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     parts["overhead"] = FRAGMENTATION * sum(parts.values()) + CONTEXT_BYTES + axes * NCCL_BYTES

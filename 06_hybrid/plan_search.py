@@ -52,11 +52,8 @@ def meshes(job):
         for pp in [n for n in divisors(num_gpus // tp) if n <= model.layers]:
             for cp in powers(max(1, job.seq_len // SHORTEST_PART)):
                 dp, rest = divmod(num_gpus, tp * pp * cp)
-                if (
-                    rest == 0
-                    and job.seq_len % (2 * cp * tp) in (0, job.seq_len * (cp * tp == 1))
-                    and job.batch % dp == 0
-                ):
+                parts = tp * (2 * cp if cp > 1 else 1)  # of a sequence; two for each rank of cp, far apart, cost alike
+                if rest == 0 and job.seq_len % parts == 0 and job.batch % dp == 0:
                     yield dp, tp, pp, cp
 
 
@@ -148,14 +145,14 @@ def first_tries(job):
 def explain_try(job, name, wanted, best, margin=MARGIN):
     """Returns one sentence in numbers: why it does not fit, or what it costs beside the best Plan."""
     found = search_layouts(job, margin, 1, "none", wanted)
-    limit = f"{capacity_bytes(job, margin) / 1e9:.1f} GB"
+    limit = f"{capacity_bytes(job, margin) / 1e9:.1f} of the card's {job.gpu.memory_bytes / 1e9:.1f} GB are for it"
     if found.smallest is None:
         return f"{name}: does not divide {job.num_gpus} GPUs, a batch of {job.batch} and {job.model.layers} layers"
     if not found.plans:
         memory, words = found.smallest.memory, {"parameters": "weights", "optimizer": "optimizer states"}
         parts = sorted((part for part in memory if part not in ("total", "overhead")), key=memory.get, reverse=True)
         held = " and ".join(f"{memory[part] / 1e9:.1f} GB of {words.get(part, part)}" for part in parts[:2])
-        return f"{name}: does not fit: {held} on every GPU, {memory['total'] / 1e9:.1f} GB in all, for {limit}"
+        return f"{name}: keeps {held} on every GPU, {memory['total'] / 1e9:.1f} GB in all; {limit}"
     plan = found.plans[0]
     slower = plan.seconds["total"] / best.seconds["total"]
     if slower < 1.02:

@@ -28,17 +28,17 @@ class Family(NamedTuple):
     dropout: bool = False  # trained with dropout: masks are kept for backward
 
 
-FAMILIES = {
-    "gpt": Family(dropout=True),
-    "mpt": Family(),
-    "llama": Family(gated=True, norms=2, last_norm=1, bias="none"),
-    "qwen": Family(gated=True, norms=2, last_norm=1, bias="qkv"),
-    "falcon": Family(bias="none"),
-    "bloom": Family(first_norm=2),
-    "neox": Family(),
-    "gptj": Family(norms=2, bias="mlp", head_bias=True),
-    "palm": Family(gated=True, norms=1, last_norm=1, bias="none"),  # arXiv:2204.02311, section 2
-    "bert": Family(last_norm=0, first_norm=2, dropout=True),
+FAMILIES = {  # what is not as in Family
+    "gpt": {"dropout": True},
+    "mpt": {},
+    "llama": {"gated": True, "norms": 2, "last_norm": 1, "bias": "none"},
+    "qwen": {"gated": True, "norms": 2, "last_norm": 1, "bias": "qkv"},
+    "falcon": {"bias": "none"},
+    "bloom": {"first_norm": 2},
+    "neox": {},
+    "gptj": {"norms": 2, "bias": "mlp", "head_bias": True},
+    "palm": {"gated": True, "norms": 1, "last_norm": 1, "bias": "none"},  # arXiv:2204.02311, section 2
+    "bert": {"last_norm": 0, "first_norm": 2, "dropout": True},
 }
 
 
@@ -60,7 +60,7 @@ class Model(NamedTuple):
 
     @property
     def kind(self):
-        return FAMILIES[self.family]
+        return Family(**FAMILIES[self.family])
 
     @property
     def q_dim(self):
@@ -126,7 +126,9 @@ class Gpu(NamedTuple):
     fp8_tflops: float | None
     fp4_tflops: float | None
     matmul_fraction: float  # of the peak that a large matmul reaches, measured
-    attention_fraction: float | None  # of the 16-bit peak that flash attention reaches; None: there is none
+    attention_fraction: (
+        float | None
+    )  # of the 16-bit peak that flash attention reaches; None: before Ampere, no bf16 either
     link: str
     link_gb_s: float  # one direction, of one GPU to those beside it
     link_gpus: int  # how many it joins
@@ -151,9 +153,10 @@ class Gpu(NamedTuple):
 # Bytes per parameter of weights, gradients and optimizer states of each recipe, and what they are.
 RECIPES = {
     "16": (2, 2, 12),  # 16-bit weights and gradients; float32 weights, momentum, variance: arXiv:1910.02054, sec. 3.1
+    # ... and FSDP's float32 weights, gradients and states, with 16-bit copies where they are used: as many bytes
     "18": (2, 4, 12),  # float32 gradients: Megatron-LM with bf16, docs/user-guide/features/dist_optimizer.md
     "20": (2, 2, 16),  # both: Megatron-LM with fp16; DeepSpeed's 2 + 18/N (runtime/zero/stage_1_and_2.py)
-    "8": (2, 2, 4),  # all in bfloat16: 06_hybrid/train.py --dtype bfloat16
+    "8": (2, 2, 4),  # all in 16 bits
     "fp32": (4, 4, 8),  # all in float32
 }
 

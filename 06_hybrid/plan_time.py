@@ -20,9 +20,9 @@ NETWORK_LATENCY = 60e-6, 15e-6  # between nodes, and for each doubling of their 
 RING_HOP = 2.4e-6  # a rank's part in the latency of all_gather and reduce_scatter, which go round all ranks
 EAGER = 1.5  # traffic of PyTorch's separate kernels over that of fused ones, for LayerNorm and GELU ...
 EAGER_GATED = 2.5  # ... and for RMSNorm, rotary positions and SwiGLU, which are many small ones
+LAYER_TENSORS = 12  # weights and biases of a layer, each gathered by itself by ZeRO-3 before 2022
 LAUNCH_SECONDS = 5e-6  # of the host per kernel
 LAYER_KERNELS = 20  # of one layer's forward; backward has twice as many
-TP_EXPOSED = 0.6  # of tp's collectives, where frameworks cut them into pieces behind the matmuls
 HOST_BYTES, HOST_MEMORY = 30, 20e9  # AdamW on the host: bytes per parameter, and a GPU's share of its memory's bytes/s
 CONTENTION = 0.5  # of hidden communication: it takes memory bandwidth and multiprocessors from the kernels
 
@@ -112,7 +112,7 @@ def layer_seconds(job, layout):
     # tp: two all_reduces of (b, s, h) forward, two backward (arXiv:2104.04473, section 3.2); with sequence parallelism
     # as many bytes in all_gathers and reduce_scatters (arXiv:2205.05198, section 4.2.2).
     link = group_link(job, "tp", tp, 1)
-    sums = 2 * collective_seconds("all_reduce", 2 * tokens * h, tp, link) * (TP_EXPOSED if job.overlap else 1)
+    sums = 2 * collective_seconds("all_reduce", 2 * tokens * h, tp, link)
     # cp: keys and values go round the ring while attention works on those before.
     ring = collective_seconds("all_gather", 2 * 2 * kv / tp * tokens * layout.cp, layout.cp,
                               group_link(job, "cp", layout.cp, tp))  # fmt: skip
@@ -152,7 +152,7 @@ def stage_seconds(job, layout, first, last):
     forward["head"], backward["head"] = ends
     if layout.recompute == "full":  # a whole forward again, its collectives included
         recomputed = sum(value for part, value in forward.items() if part != "head")
-    elif layout.recompute == "selective" and not job.flash:
+    elif layout.recompute == "selective":
         recomputed = forward["attention"]
     else:
         recomputed = 0.0
@@ -170,7 +170,7 @@ def data_parallel_seconds(job, layout, params, forward, backward):
     shards, count, tp = layout.shards, layout.microbatches(job.batch), layout.tp
     link = group_link(job, "dp", shards, tp)
     weight_bytes, gradient_bytes = 2 * params, (4 if RECIPES[job.recipe][1] == 4 else 2) * params
-    calls = stage_layers(job.model, layout) if layout.zero == 3 else 1
+    calls = stage_layers(job.model, layout) * (1 if job.overlap else LAYER_TENSORS) if layout.zero == 3 else 1
     gather = calls * collective_seconds("all_gather", weight_bytes / calls, shards, link)
     kind = "reduce_scatter" if layout.zero else "all_reduce"
     reduce = calls * collective_seconds(kind, gradient_bytes / calls, shards, link)
@@ -180,9 +180,8 @@ def data_parallel_seconds(job, layout, params, forward, backward):
     total = collective_seconds("all_reduce", gradient_bytes / shards, layout.replicas, copies)
     if not job.overlap:
         return total + gathers * gather + reduces * reduce
-    if (
-        layout.zero == 3
-    ):  # forward hides a gather, backward the other and the scatter; nothing the first layer's and last
+    if layout.zero == 3:
+        # Forward hides a gather, backward the other and the scatter; nothing those of the first and the last layer.
         outside = count * (max(0.0, gather - forward) + max(0.0, gather - backward))
         outside += reduces * max(0.0, reduce - max(0.0, backward - gather)) + count * (gather + reduce) / calls
     else:  # chunk by chunk, the last microbatches' backwards hide the reduction, the first ones' forwards the gather

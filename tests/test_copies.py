@@ -25,6 +25,7 @@ SMALLEST = {  # the quickest flags of each script; an entry "folder/script" goes
     "simulate.py": "--pp 2 --microbatches 2",
     "check.py": "--brief",
     "cluster.py": "--nodes 1 --each -- hostname",
+    "plan.py": "--model gpt2 --gpus 8 --gpu a100-40gb --seq-len 1024 --batch 64",
 }
 COMMENT = "# copied this folder out? copy common/ beside it or into it"
 
@@ -84,7 +85,7 @@ def test_copied_folder_runs_with_common(script, placement, tmp_path):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_copy_without_common_says_what_to_copy(folder, tmp_path):
     copy(folder, tmp_path / "project")
-    done = start(tmp_path / "project", next(script for script in SCRIPTS if script.startswith(folder)))
+    done = start(tmp_path / "project", next(script for script in INSIDE if script.startswith(folder)))
     assert done.returncode == 1
     assert COMMENT in done.stderr
     assert "No module named 'common'" in done.stderr
