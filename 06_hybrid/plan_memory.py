@@ -76,14 +76,17 @@ def layer_bytes(model, seq_len, microbatch, tp=1, sequence_parallel=False, score
 
     The 10: two norms' inputs (4), the inputs of queries and of the MLP (4), dropout's masks (2); sequence parallelism
     divides them, too. The 24: queries, keys, values (6), what attention returns (2), the MLP's inner tensors (16).
-    A gated MLP keeps gate, up and their product, and SiLU's output if that is a kernel of its own. Flash attention
-    keeps no scores. With 8 or 4 bits the inputs of matmuls are kept in 8.
+    A gated MLP keeps gate, up and their product. Without kernels of their own, SiLU's output is kept as well, two
+    float32 copies of an RMSNorm's input for it (6 bytes each), and under sequence parallelism the inputs as gathered.
+    Flash attention keeps no scores. With 8 or 4 bits the inputs of matmuls are kept in 8.
     """
-    each = 2 if precision not in ("fp8", "fp4") else 1
-    around = (4 + 2 * each + (2 if model.kind.dropout else 0)) * model.hidden
+    each, split = (1 if precision in ("fp8", "fp4") else 2), (tp if sequence_parallel else 1)
+    norms = 4 if fused or not model.kind.gated else 16
+    around = (norms + (2 if model.kind.dropout else 0)) * model.hidden / split
+    inputs = 2 * each * model.hidden / (split if fused else 1)
     inner = ((4 if fused else 6) if model.kind.gated else 2) + each
-    inside = 4 * model.q_dim + 4 * model.kv_dim + inner * model.ffn
-    kept = seq_len * microbatch * (around / (tp if sequence_parallel else 1) + inside / tp)
+    inside = (4 * model.q_dim + 4 * model.kv_dim + inner * model.ffn) / tp
+    kept = seq_len * microbatch * (around + inputs + inside)
     return kept + (score_bytes(model, seq_len, microbatch, tp) if scores else 0)
 
 

@@ -392,7 +392,7 @@ def activation_share(model, words):
     return 100 * layer_bytes(model, 2048, 1, 8, "SP" in words, "selective" not in words) / base
 
 
-def remember(row):
+def remember(row, models):
     """Returns the planner's value for a row of memory.csv, in its unit; KeyError: not a figure that it knows."""
     scale = 2**30 if row["unit"].startswith("GiB") else 1e9
     params, ranks = float(row["params"] or 0), whole(row["dp"])
@@ -412,6 +412,9 @@ def remember(row):
         return sum(RECIPES["20"])
     if is_about(row, "arXiv:2205.05198", "% of the TP-only"):
         return activation_share(gpt_of(row["model"])[0], row["recompute"] + row["sharding"])
+    if is_about(row, "saved activations per layer"):  # in units of 2 s b h bytes, of PyTorch's own kernels
+        model = next(model for name, model in models.items() if name.startswith(row["model"].lower()))
+        return layer_bytes(model, 1, 1, scores=False, fused=False) / 2 / model.hidden
     model, layout = gpt_of(row["model"])
     if is_about(row, "parameters + optimizer state"):
         return sum(zero_bytes(12 * model.layers * model.hidden**2 / 8 / layout.pp, "18", Layout()).values()) / scale
@@ -422,13 +425,13 @@ def remember(row):
     raise KeyError(row["quantity"])
 
 
-def check_memory(rows):
+def check_memory(rows, models):
     """Returns ([{id, printed, ours}], Counter of reasons)."""
     found, left_out = [], Counter()
     for row in rows:
         try:
-            ours = remember(row)
-        except (KeyError, IndexError):
+            ours = remember(row, models)
+        except (KeyError, IndexError, StopIteration):
             left_out[row["quantity"][:50]] += 1
             continue
         known = "a formula that DeepSpeed has replaced" if "CONTRADICTION" in row["notes"] else ""
@@ -512,7 +515,7 @@ def evaluate(args):
     runs, time_left_out = read_runs(throughput, gpus)
     known = {row["model"]: row for row in throughput if row["layers"] and row["hidden"] and row["heads"]}
     fits, fits_left_out = check_fits(read_rows(args.fits), gpus, models, known)
-    memory, memory_left_out = check_memory(read_rows(args.memory))
+    memory, memory_left_out = check_memory(read_rows(args.memory), models)
     params, params_left_out = check_params(read_rows(args.models))
     exact = sum(check["ours"] == check["printed"] for check in params)
     return {
