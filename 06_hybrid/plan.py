@@ -192,17 +192,21 @@ def name_layout(layout):
     return ", ".join([text, *more, *([f"offload {layout.offload}"] * (layout.offload != "none"))])
 
 
+def obstacles(job, layout):
+    """Returns what 06_hybrid/train.py lacks for a layout."""
+    lacks = {
+        f"{job.model.name} is none of its presets": job.model.name not in PRESETS,
+        "it has no context parallelism": layout.cp > 1,
+        "it does not offload": layout.offload != "none",
+        f"it has no {job.precision}": job.precision in ("fp8", "fp4"),
+        "it recomputes whole layers only": layout.recompute == "selective",
+        "its stages have a layer at least": layout.pp * layout.chunks > job.model.layers,
+    }
+    return [why for why, is_so in lacks.items() if is_so]
+
+
 def train_command(job, layout):
-    """Returns the command that runs the layout with 06_hybrid/train.py, or why it cannot, beginning with #."""
-    lacks = [
-        (job.model.name not in PRESETS, f"{job.model.name} is none of its presets"),
-        (layout.cp > 1, "it has no context parallelism"),
-        (layout.offload != "none", "it does not offload"),
-        (job.precision in ("fp8", "fp4"), f"it has no {job.precision}"),
-        (layout.recompute == "selective", "it recomputes whole layers only"),
-    ]
-    if reasons := [why for is_so, why in lacks if is_so]:
-        return f"# 06_hybrid/train.py cannot run it: {'; '.join(reasons)}"
+    """Returns the command that runs a layout that has no obstacles."""
     nodes = job.num_gpus // job.gpus_per_node
     start = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
     flags = [f"--preset {PRESETS[job.model.name]} --pp {layout.pp} --dp {layout.dp} --tp {layout.tp}"]
@@ -211,10 +215,28 @@ def train_command(job, layout):
     flags += ["--shard " + ("none", "optimizer", "optimizer", "full")[layout.zero]]
     flags += [f"--replicas {layout.replicas}"] * (layout.replicas > 1)
     flags += [f"--schedule interleaved --chunks {layout.chunks}"] * (layout.chunks > 1)
-    flags += ["--sequence-parallel"] * layout.sequence_parallel + ["--checkpoint-activations"] * (
-        layout.recompute == "full"
-    )
+    flags += ["--sequence-parallel"] * bool(layout.sequence_parallel)
+    flags += ["--checkpoint-activations"] * (layout.recompute == "full")
     return f"torchrun {start}--nproc-per-node {job.gpus_per_node} 06_hybrid/train.py {' '.join(flags)}"
+
+
+def launch_lines(job, best, margin):
+    """Returns lines: the command of the best Plan, or why train.py cannot run it, and that of the best one it can."""
+    notes = ["# train.py keeps 16 bytes per parameter, float32 weights among them: --recipe 16 plans that"]
+    notes = notes if job.recipe != "16" else []
+    if not (reasons := obstacles(job, best.layout)):
+        return [train_command(job, best.layout), *notes]
+    lines = [f"# 06_hybrid/train.py cannot run the first: {'; '.join(reasons)}"]
+    found = search_layouts(job, margin, 1, "none", lambda layout: not obstacles(job, layout))
+    if not found.plans:
+        return lines
+    slower, layout = found.plans[0].seconds["total"] / best.seconds["total"], found.plans[0].layout
+    return [
+        *lines,
+        f"# of those it can, {name_layout(layout)}: {slower:.2f} times as long",
+        train_command(job, layout),
+        *notes,
+    ]
 
 
 def print_table(args, planned):
@@ -298,7 +320,7 @@ def answer(args):
         job, best = planned[0]
         tries = [explain_try(job, name, is_it, best, args.margin) for name, is_it in first_tries(job).items()]
     job, best = planned[0]
-    command = train_command(job, best.layout)
+    launch = launch_lines(job, best, args.margin)
     if args.plot:
         from plan_draw import draw_plans
 
@@ -315,7 +337,7 @@ def answer(args):
             | figures(job, plan, args)
             for job, plan in planned
         ]
-        about = {"parameters": job.model.params, "tried": tried, "fit": fit, "first_tries": tries, "command": command}
+        about = {"parameters": job.model.params, "tried": tried, "fit": fit, "first_tries": tries, "launch": launch}
         print(json.dumps(about | {"capacity_bytes": capacity, "plans": rows}, indent=1))
         return
     print(describe(job))
@@ -330,15 +352,13 @@ def answer(args):
         print("\n".join(tries))
         if best.layout.offload != "none":
             print(f"offloading takes {host_bytes(job.model, job, best.layout) / 1e9:,.0f} GB of each node's own memory")
-    print(command)
-    if not command.startswith("#") and job.recipe != "16":
-        print("# train.py keeps 16 bytes per parameter, float32 weights among them: --recipe 16 plans that")
+    print("\n".join(launch))
 
 
 def main():
     try:
         answer(parse_args())
-    except (UsageError, ImportError, OSError) as error:
+    except (UsageError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

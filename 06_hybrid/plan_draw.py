@@ -5,6 +5,7 @@ White ground and dark letters whatever page it lies on. Colours: Okabe and Ito, 
 
 from plan_memory import capacity_bytes
 from plan_search import search_layouts
+from plan_tables import UsageError
 
 MEMORY_COLOURS = {
     "parameters": "#0072B2",
@@ -57,7 +58,7 @@ def stack(axes, names, series, unit):
 
 
 def draw_plans(path, job, plans, names, title, margin):
-    """Writes FILE.png or FILE.svg. Raises ImportError without matplotlib, OSError if the file cannot be written."""
+    """Writes FILE.png or FILE.svg. Raises ImportError without matplotlib, UsageError if the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -94,4 +95,9 @@ def draw_plans(path, job, plans, names, title, margin):
     for axes in (memory, time, scale):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--plot {path}: {str(error).splitlines()[0]}; give FILE.png or FILE.svg that can be written"
+        ) from None

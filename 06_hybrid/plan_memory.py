@@ -43,14 +43,13 @@ def zero_bytes(params, recipe, layout, pipelined=False):
     With a pipeline the gradients of all microbatches are summed whole, whatever ZeRO does at the end of the step.
     """
     weights, gradients, states = (params * bytes_each for bytes_each in RECIPES[recipe])
-    shards = layout.shards
-    whole_gradients = layout.zero < 2 or pipelined
+    shards, scattered = layout.shards, layout.zero >= 2 and not pipelined
     weights /= shards if layout.zero >= 3 else 1
-    gradients /= 1 if whole_gradients else shards
+    gradients /= shards if scattered else 1
     states /= shards if layout.zero >= 1 else 1
-    if layout.offload != "none":
+    if layout.offload != "none":  # gradients go to the host bucket by bucket, as soon as they are this rank's
         states = 0.0
-        gradients = 0.0 if layout.zero >= 2 and not whole_gradients else gradients  # each bucket goes to the host
+        gradients = 0.0 if scattered or (shards == 1 and not pipelined) else gradients
     if layout.offload == "all":
         weights = 0.0
     return {"parameters": weights, "gradients": gradients, "optimizer": states}

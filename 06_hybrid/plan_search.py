@@ -132,6 +132,8 @@ def first_tries(job):
     def has(tp, pp, zeros):
         return lambda it: (it.tp, it.pp, it.cp, it.replicas) == (tp, pp, 1, 1) and it.zero in zeros
 
+    if job.num_gpus == 1:
+        return {"all on the GPU": has(1, 1, {0})}
     return {
         "plain data parallelism": has(1, 1, {0}),
         "ZeRO-1": has(1, 1, {1}),
