@@ -41,7 +41,7 @@ TERMS = {  # --explain's formulas; P parameters of the stage's rank, N ranks tha
     "memory-bound": "norms, residual sums, rotary positions, the MLP's function: bytes over the memory's bandwidth",
     "head": "6 h V FLOPs a token, logits through memory; embedding",
     "recompute": "forward once more",
-    "tp": "4 all_reduces of 2 b s h bytes a layer, 6 with recomputation, less what frameworks hide",
+    "tp": "4 all_reduces of 2 b s h bytes a layer; those of the recomputation count there",
     "cp": "keys and values round the ring, less what attention hides",
     "bubble": "(p - 1) / v of a microbatch's time (arXiv:2104.04473, section 2.2)",
     "pp": "2 b s h / t bytes a microbatch, chunk and direction",

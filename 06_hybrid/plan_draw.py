@@ -63,7 +63,7 @@ def draw_plans(path, job, plans, names, title, margin):
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"--plot {path} needs matplotlib: pip install matplotlib ({error})") from None
-    figure = Figure(figsize=(11, 9.5), dpi=150, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(11, 9.5), dpi=120, facecolor="white", layout="constrained")
     memory, time, scale = figure.subplots(3, 1, height_ratios=(1, 1, 0.9))
     parts = {part: (colour, [p.memory[part] / 1e9 for p in plans]) for part, colour in MEMORY_COLOURS.items()}
     stack(memory, names, parts, "GB on a GPU of the fullest stage")
@@ -98,6 +98,4 @@ def draw_plans(path, job, plans, names, title, margin):
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--plot {path}: {str(error).splitlines()[0]}; give FILE.png or FILE.svg that can be written"
-        ) from None
+        raise UsageError(f"--plot {path}: {error}; give a FILE.png or FILE.svg that can be written") from None

@@ -12,7 +12,7 @@ from plan_tables import Layout
 from plan_time import step_seconds
 
 MOST_CHUNKS = 8  # virtual stages tried per rank: sends grow with them
-SHORTEST_PART = 2048  # tokens that context parallelism leaves a rank, at least: below, attention is a small part
+SHORTEST_PART = 4096  # tokens that context parallelism leaves a rank, at least: below, attention is a small part
 EQUAL = 0.03  # layouts that differ by less count as equally fast, and the simpler one comes first
 
 
