@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from math import isclose
+from typing import Any
 
 import plan_report
 import pytest
@@ -173,7 +174,7 @@ def test_nvidia_log_of_llama_8b():
 
 OLD = {"flash": False, "overlap": False}  # scores in memory, collectives that wait: papers of 2021
 EAGER = {"fused": False, "recipe": "16"}  # FSDP with PyTorch's own kernels
-FULL = {"zero": 3, "recompute": "full"}
+FULL: dict[str, Any] = {"zero": 3, "recompute": "full"}
 MEASURED_FITS = {  # (job, layout): whether it ran; the whole card counts
     "530B by ZeRO-3 on 560 GPUs, microbatch 4: arXiv:2104.04473, table 2": (
         job("gpt-530b", "a100-80gb", 560, 2240, recipe="16", **OLD),
@@ -270,7 +271,7 @@ def ptdp(model, gpus, batch, layout, seconds):
 
 
 LONG = {"seq_len": 8192, "recipe": "16"}
-SELECTIVE = {"recompute": "selective", "sequence_parallel": True}
+SELECTIVE: dict[str, Any] = {"recompute": "selective", "sequence_parallel": True}
 MEASURED_SECONDS = {  # of a step: (job, layout, seconds)
     "3.6B": ptdp("gpt-3.6b", 64, 512, Layout(32, 2, microbatch=16), 3.697),
     "39B": ptdp("gpt-39b", 512, 1536, Layout(32, 8, 2, microbatch=4), 14.453),
