@@ -257,6 +257,65 @@ def test_zero_3_gathers_for_every_microbatch():
     assert always / once == pytest.approx(4 * 3 / 2, rel=0.05)  # 4 microbatches; latency comes to it
 
 
+HBM = 0.85 * 2039e9  # bytes/s of a streaming kernel on an A100 with 80 GB
+NIC = 0.8 * 25e9
+
+
+def test_scores_take_memory_traffic_before_flash_attention():
+    """13 bytes for each of a s^2 b scores forward, twice that backward; flash attention: none, and half the FLOPs."""
+    here = job("gpt-22b", "a100-80gb", 8, 8, **OLD)
+    flops = 4 * 2048**2 * here.model.q_dim
+    forward = flops / (312e12 * 0.87 * 0.86) + 13 * here.model.heads * 2048**2 / HBM
+    assert step_seconds(here, Layout(8))["attention"] == pytest.approx(3 * here.model.layers * forward)
+    quick = 3.5 * flops / 2 / (312e12 * 0.40 * 0.86)
+    flash = step_seconds(here._replace(flash=True), Layout(8))["attention"]
+    assert flash == pytest.approx(here.model.layers * quick)
+
+
+def test_adamw_streams_its_states():
+    here = job("llama2-7b", "a100-80gb", 8, 8)
+    whole, split = (step_seconds(here, Layout(8, zero=zero))["optimizer"] for zero in (0, 1))
+    assert whole == pytest.approx(34 * here.model.params / HBM)
+    assert split == pytest.approx(whole / 8)
+
+
+def test_pipeline_sends_each_microbatch_both_ways():
+    here = job("llama2-7b", "a100-80gb", 16, 64, overlap=False)
+    layout = Layout(tp=8, pp=2, sequence_parallel=True)  # two nodes: each of 8 ranks sends an eighth through its NIC
+    message = 2 * 2048 * 4096 / 8 / NIC + 75e-6  # 60 us, and 15 us for two nodes
+    assert step_seconds(here, layout)["pp"] == pytest.approx(2 * (64 + 1) * message)
+    hidden = step_seconds(here._replace(overlap=True), layout)["pp"]
+    assert hidden == pytest.approx(2 * message)  # only while the pipeline fills and drains
+
+
+def test_data_parallel_sum_hides_behind_backward_for_half_its_price():
+    here, layout = job("llama2-7b", "a100-80gb", 64, 256, overlap=False), Layout(64, microbatch=4)
+    parts = step_seconds(here, layout)
+    seen = parts["dp"]
+    assert seen == pytest.approx(2 * 63 / 64 * 4 * here.model.params / (8 * NIC), rel=0.01)
+    assert seen < (parts["total"] - seen) / 2  # less than backward
+    assert step_seconds(here._replace(overlap=True), layout)["dp"] == pytest.approx(seen / 2)
+    slow = here._replace(overlap=True, links=(("dp", 0.0, 1e9),))
+    assert step_seconds(slow, layout)["dp"] > 0.9 * 2 * 63 / 64 * 4 * here.model.params / 1e9
+
+
+def test_ring_of_keys_shows_where_attention_is_short():
+    here = job("llama2-7b", "a100-80gb", 8, 8, seq_len=65536)
+    assert step_seconds(here, Layout(cp=8))["cp"] == 0
+    slow = here._replace(links=(("cp", 0.0, 1e8),))
+    ring = 7 / 8 * 2 * 2 * 4096 * 65536 / 1e8  # keys and values of the whole sequence, in 16 bits
+    parts = step_seconds(slow, Layout(cp=8))
+    assert parts["cp"] == pytest.approx(8 * 32 * 3 * ring - parts["attention"], rel=0.001)
+
+
+def test_offloading_pays_for_pcie_and_the_host():
+    here = job("llama2-7b", "a100-80gb", 8, 8, recipe="20")
+    own = here.model.params / 8
+    parts = step_seconds(here, Layout(8, zero=2, offload="optimizer"))
+    assert parts["offload"] == pytest.approx(4 * own / (0.8 * 31e9) + 30 * own / 20e9)
+    assert step_seconds(here, Layout(8, zero=3, offload="all"))["offload"] > parts["offload"]
+
+
 def test_narrow_matmuls_are_slower_than_their_flops():
     def rate(tp):
         here = job("llama2-7b", "h100-80gb", 8, 8)
@@ -453,7 +512,8 @@ def test_search_finds_the_fastest_of_all_that_fit():
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "batch"), [("llama2-70b", 64, 1024), ("falcon-7b", 24, 48), ("gpt-530b", 280, 280)]
+    ("name", "gpus", "batch"),
+    [("llama2-70b", 64, 1024), ("falcon-7b", 24, 48), ("gpt-530b", 280, 280), ("gpt2-xl", 8, 12)],
 )
 def test_every_layout_divides_what_it_splits(name, gpus, batch):
     here = job(name, "a100-80gb", gpus, batch)
@@ -468,7 +528,7 @@ def test_every_layout_divides_what_it_splits(name, gpus, batch):
         assert layout.shards * layout.replicas == layout.dp * layout.cp
         seen[layout] += 1
     assert max(seen.values()) == 1
-    assert len(seen) > 20
+    assert len(seen) > 10
 
 
 def test_nothing_is_offloaded_that_fits_without():
