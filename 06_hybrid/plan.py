@@ -40,7 +40,7 @@ TERMS = {  # --explain's formulas; P parameters of the stage's rank, N ranks tha
     "attention": "4 s q FLOPs a token and layer forward, half of it under flash attention, 2.5 times that backward",
     "memory-bound": "norms, residual sums, rotary positions, the MLP's function: bytes over the memory's bandwidth",
     "head": "6 h V FLOPs a token, logits through memory; embedding",
-    "recompute": "forward once more",
+    "recompute": "forward once more, or 0.4 of its matmuls if selective",
     "tp": "4 all_reduces of 2 b s h bytes a layer; those of the recomputation count there",
     "cp": "keys and values round the ring, less what attention hides",
     "bubble": "(p - 1) / v of a microbatch's time (arXiv:2104.04473, section 2.2)",

@@ -89,6 +89,20 @@ def layer_bytes(model, seq_len, microbatch, tp=1, sequence_parallel=False, score
     return kept + (score_bytes(model, seq_len, microbatch, tp) if scores else 0)
 
 
+def selective_bytes(job, layout):
+    """What one layer keeps under selective recomputation.
+
+    Of a model whose scores go through memory: all but these (arXiv:2205.05198, section 5). With flash attention: a
+    layer's input, what attention returns, and the outputs of every second matmul (PyTorch's selective checkpointing, as
+    torchtitan uses it): keys, attention's output matrix, one of the MLP's first two.
+    """
+    model, tp, sp = job.model, layout.tp, layout.sequence_parallel
+    if not job.flash:
+        return layer_bytes(model, job.seq_len / layout.cp, layout.microbatch, tp, sp, False, job.fused, job.precision)
+    inside = (2 * model.q_dim + 2 * model.kv_dim + 2 * model.ffn) / tp
+    return job.seq_len / layout.cp * layout.microbatch * (4 * model.hidden / (tp if sp else 1) + inside)
+
+
 def in_flight(layout, num_microbatches, stage=0):
     """Microbatches, each of a stage's layers, whose activations a stage holds under 1F1B: p - stage.
 
@@ -106,11 +120,11 @@ def stage_activations(job, layout, stage):
     count, first, last = in_flight(layout, layout.microbatches(job.batch), stage), stage == 0, stage == layout.pp - 1
     scores = 0 if job.flash else score_bytes(model, seq_len, layout.microbatch, tp) * layout.cp
     how = layout.sequence_parallel, False, job.fused, job.precision
-    full = layer_bytes(model, seq_len, layout.microbatch, tp, *how)
+    full = layer_bytes(model, seq_len, layout.microbatch, tp, *how) + scores
     split = tp if layout.sequence_parallel else 1
     inputs = 2 * seq_len * layout.microbatch * model.hidden / split  # 2sbh: a layer's input (table 2)
-    kept = {"none": full + scores, "selective": full, "full": inputs}[layout.recompute]
-    at_work = {"none": 0, "selective": scores, "full": full + scores}[layout.recompute]
+    kept = {"none": full, "selective": selective_bytes(job, layout), "full": inputs}[layout.recompute]
+    at_work = {"none": 0, "selective": full - kept, "full": full}[layout.recompute]
     held, logits, tokens = count * stage_layers(model, layout, first, last) * kept, 0.0, seq_len * layout.microbatch
     if first and model.kind.dropout:  # the mask of the embedding's dropout, s b h p / t (eq. 5)
         held += count * tokens * model.hidden / split

@@ -78,13 +78,12 @@ def shardings(job, dp, cp, pp):
 
 def all_layouts(job, offload="none"):
     """Yields every layout; context parallelism of several sequences at once would be data parallelism with a ring."""
-    recomputes = ["none", "full"] if job.flash else ["none", "selective", "full"]
     for dp, tp, pp, cp in meshes(job):
         share = job.batch // dp
         for microbatch in [n for n in powers(share) if share % n == 0 and (cp == 1 or n == 1)]:
             for chunks in chunk_counts(job.model, pp, share // microbatch):
                 for zero, replicas in shardings(job, dp, cp, pp):
-                    for recompute in recomputes:
+                    for recompute in ("none", "selective", "full"):
                         yield Layout(dp, tp, pp, cp, chunks, zero, replicas, microbatch, recompute, tp > 1, offload)
 
 

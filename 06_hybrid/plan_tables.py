@@ -195,7 +195,7 @@ class Layout(NamedTuple):
     zero: int = 0  # 1: optimizer states, 2: gradients, 3: weights are split over dp; FSDP is 3
     replicas: int = 1  # HSDP: the split is over dp / replicas
     microbatch: int = 1
-    recompute: str = "none"  # none, selective (the scores), full
+    recompute: str = "none"  # none, selective (the scores; with flash attention every second matmul), full
     sequence_parallel: bool = False
     offload: str = "none"  # none, optimizer, all (weights, too): to the host's memory
 

@@ -20,6 +20,7 @@ NETWORK_LATENCY = 60e-6, 15e-6  # between nodes, and for each doubling of their 
 RING_HOP = 2.4e-6  # a rank's part in the latency of all_gather and reduce_scatter, which go round all ranks
 EAGER = 1.5  # traffic of PyTorch's separate kernels over that of fused ones, for LayerNorm and GELU ...
 EAGER_GATED = 2.5  # ... and for RMSNorm, rotary positions and SwiGLU, which are many small ones
+SELECTIVE_MATMULS = 0.4  # of forward's, again under PyTorch's selective checkpointing: queries, values, the MLP's gate
 LAYER_TENSORS = 12  # weights and biases of a layer, each gathered by itself by ZeRO-3 before 2022
 LAUNCH_SECONDS = 5e-6  # of the host per kernel
 LAYER_KERNELS = 20  # of one layer's forward; backward has twice as many
@@ -152,6 +153,8 @@ def stage_seconds(job, layout, first, last):
     forward["head"], backward["head"] = ends
     if layout.recompute == "full":  # a whole forward again, its collectives included
         recomputed = sum(value for part, value in forward.items() if part != "head")
+    elif layout.recompute == "selective" and job.flash:
+        recomputed = SELECTIVE_MATMULS * forward["matmul"] + forward["memory-bound"]
     elif layout.recompute == "selective":
         recomputed = forward["attention"]
     else:

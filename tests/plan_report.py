@@ -172,7 +172,10 @@ def read_run(row, gpus):
         overlap=flash or "OneFlow" in row["framework"],
     )  # fmt: skip
     dp = whole(row["dp"], num_gpus // (tp * pp * cp))
-    more = {"microbatch": whole(row["mbs"]), "recompute": read_recompute(row["recompute"])}
+    recompute = read_recompute(row["recompute"])
+    if recompute == "selective" and flash and re.search("Megatron|NeMo", row["framework"]):
+        recompute = "none"  # their selective recomputation is of the scores, which flash attention does not keep
+    more = {"microbatch": whole(row["mbs"]), "recompute": recompute}
     more["sequence_parallel"] = tp > 1 and (flash or "sequence" in row["recompute"])
     layout = Layout(dp, tp, pp, cp, whole(row["vp"]), zero, **more)
     if layout.size != num_gpus:
