@@ -147,8 +147,8 @@ def make_layout(job, sizes):
     dp = sizes.get("dp", max(1, job.num_gpus // fixed))
     layout = Layout(**({"dp": dp, "zero": int(dp > 1), "sequence_parallel": sizes.get("tp", 1) > 1} | sizes))
     if layout.size != job.num_gpus:
-        sizes = f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {layout.size}"
-        raise UsageError(f"--explain: {sizes}, but --gpus {job.num_gpus}: use sizes whose product that is")
+        product = f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {layout.size}"
+        raise UsageError(f"--explain: {product}, but --gpus {job.num_gpus}: use sizes whose product that is")
     if job.batch % (layout.dp * layout.microbatch):
         raise UsageError(
             f"--batch {job.batch} is no multiple of dp {layout.dp} x microbatch {layout.microbatch}: use another"
@@ -269,22 +269,27 @@ def print_terms(job, plan, args):
         print(f"offloading takes {host_bytes(job.model, job, layout) / 1e9:,.0f} GB of each node's own memory")
 
 
-def refuse(job, found, margin):
+def refuse(job, found, args):
     """Raises the UsageError of a job of which no layout fits: the least memory, and how many GPUs would do."""
+    margin = args.margin
+    if found.smallest is None and args.fix:
+        raise UsageError(
+            f"--fix {args.fix}: none of the layouts of {job.num_gpus} GPUs has these sizes; leave some out"
+        )
     if found.smallest is None:
         way_out = f"use --batch {job.num_gpus}, or other --gpus"
         raise UsageError(
             f"no layout divides {job.num_gpus} GPUs, a batch of {job.batch} and {job.model.name}: {way_out}"
         )
     needs = f"{found.smallest.memory['total'] / 1e9:.1f} GB at least, with {name_layout(found.smallest.layout)}"
-    for doublings in range(1, 13):
+    for doublings in range(1, 13) if not args.fix else ():
         number = job.num_gpus * 2**doublings
         more = job._replace(num_gpus=number, gpus_per_node=min(8, number), batch=max(job.batch, number))
         if search_layouts(more, margin, 1, "none").plans:
             way_out = f"use --gpus {number}"
             break
     else:
-        way_out = "use a GPU with more memory, or a shorter --seq-len"
+        way_out = "leave out --fix" if args.fix else "use a GPU with more memory, or a shorter --seq-len"
     usable = f"{capacity_bytes(job, margin) / 1e9:.1f} GB usable"
     raise UsageError(f"{job.model.name} takes {needs}; {job.gpu.name} has {usable} with --margin {margin:g}: {way_out}")
 
@@ -314,7 +319,7 @@ def answer(args):
         results = [search_layouts(job, args.margin, args.top, args.offload, is_wanted) for job in jobs]
         tried, fit = sum(found.tried for found in results), sum(found.fit for found in results)
         if not fit:
-            refuse(jobs[0], results[0], args.margin)
+            refuse(jobs[0], results[0], args)
         planned = [(job, plan) for job, found in zip(jobs, results) for plan in found.plans]
         planned = sorted(planned, key=lambda pair: pair[1].seconds["total"])[: args.top] if len(jobs) > 1 else planned
         job, best = planned[0]

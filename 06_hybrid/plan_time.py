@@ -1,8 +1,8 @@
 """How long a training step takes, in seconds, part by part: each formula with its source.
 
-Kernels take the longer way: a matmul its FLOPs at the fraction of peak that large ones reach, and its bytes; what is no
-matmul its bytes. Collectives take latency and payload over bus bandwidth (nccl-tests' count). What hides behind
-computation costs only what sticks out. Times are those of one rank of the slowest pipeline stage.
+A matmul takes its FLOPs at the rate that large ones reach, and its bytes; all other kernels take their bytes; a
+collective takes its latency and its payload over the bus bandwidth, as nccl-tests counts it. Of what hides behind
+computation a part counts. Times are those of one rank of the slowest pipeline stage.
 """
 
 from math import ceil, log2
@@ -10,22 +10,22 @@ from math import ceil, log2
 from plan_memory import stage_layers, stage_params
 from plan_tables import RECIPES
 
-# Few constants, none fitted to one source. What they stand for, and where the number comes from:
-SUSTAINED = 0.86  # of a kernel's rate alone, in training: power limit, launch gaps, other kernels' cold caches
+# Few constants, the same for all sources. What each stands for, and where its value comes from:
+SUSTAINED = 0.86  # of a kernel's rate alone, in training (power, cold caches): public runs, 0.7 at 500 W to 0.9
 HBM_FRACTION = 0.85  # of the memory's peak that a streaming kernel reaches
 LINK_FRACTION = 0.8  # busbw of nccl-tests over the link's peak: A100 234 of 300 GB/s, H100 361 of 450 GB/s
 NIC_FRACTION = 0.8  # ... over the NICs': p4de 0.83, p5en 0.87 of line rate
 NODE_LATENCY = 30e-6  # a small all_reduce of 8 GPUs: 40 us in nccl-tests, less with fewer
 NETWORK_LATENCY = 60e-6, 15e-6  # between nodes, and for each doubling of their number: 70 us on 2 nodes of p5
-RING_HOP = 2.4e-6  # a rank's part in the latency of all_gather and reduce_scatter, which go round all ranks
+RING_HOP = 2.4e-6  # of all_gather and reduce_scatter, per rank: what 7B by FSDP loses from 8 to 512 GPUs (llm-foundry)
+CONTENTION = 0.5  # of hidden communication, which takes memory bandwidth and multiprocessors: FSDP's runs, 0 to 1
 EAGER = 1.5  # traffic of PyTorch's separate kernels over that of fused ones, for LayerNorm and GELU ...
 EAGER_GATED = 2.5  # ... and for RMSNorm, rotary positions and SwiGLU, which are many small ones
 SELECTIVE_MATMULS = 0.4  # of forward's, again under PyTorch's selective checkpointing: queries, values, the MLP's gate
 LAYER_TENSORS = 12  # weights and biases of a layer, each gathered by itself by ZeRO-3 before 2022
 LAUNCH_SECONDS = 5e-6  # of the host per kernel
 LAYER_KERNELS = 20  # of one layer's forward; backward has twice as many
-HOST_BYTES, HOST_MEMORY = 30, 20e9  # AdamW on the host: bytes per parameter, and a GPU's share of its memory's bytes/s
-CONTENTION = 0.5  # of hidden communication: it takes memory bandwidth and multiprocessors from the kernels
+HOST_BYTES, HOST_MEMORY = 30, 20e9  # AdamW on the host: bytes per parameter, a GPU's share of its memory's bytes/s
 
 
 # ---- links ----

@@ -689,6 +689,8 @@ BAD = {
     "--explain tq=8": "names are dp, tp",
     "--explain tp=8,pp=8,zero=4": "use zero 0 to 3",
     "--fix tp=-1": "names are dp, tp",
+    "--fix tp=1,pp=1,zero=1": "leave out --fix",
+    "--fix tp=7": "none of the layouts of 64 GPUs has these sizes",
     "--links nowhere.json": 'give [{"link"',
     "--models nowhere.csv": "give a CSV file",
 }
@@ -806,28 +808,20 @@ ROTARY_BYTES = 4 * 4 * 256 * 64
 ACTIVATIONS = 0.02
 
 
-@pytest.mark.parametrize(
-    ("flags", "layout"),
-    [
-        ("--pp 4", Layout(2, pp=4, zero=3)),
-        ("--pp 2 --tp 2 --sequence-parallel", Layout(2, 2, 2, zero=3, sequence_parallel=True)),
-    ],
-)
-def test_memory_is_the_dry_runs(flags, layout):
+def test_memory_is_the_dry_runs():
     """States to the byte, activations of the first stage within 2 %: both count the same tensors."""
-    sizes = "--preset tiny --dim 512 --layers 4 --heads 8 --kv-heads 2 --seq-len 256 --batch 16 --microbatch 1"
-    command = words(f"{sizes} --dtype bfloat16 --dry-run --world 8 {flags}")
+    sizes = "--preset tiny --dim 512 --layers 2 --heads 8 --kv-heads 2 --seq-len 256 --batch 8 --microbatch 1"
+    command = words(f"{sizes} --dtype bfloat16 --dry-run --world 8 --pp 2 --tp 2 --sequence-parallel")
     printed = run("06_hybrid/train.py", *command, timeout=100).check().outputs[0].splitlines()
     first = next(line for line in printed if line.startswith("pp     0"))
     parameters, gradients, optimizer, activations = (float(cell.replace(",", "")) for cell in first.split("|")[1:5])
-    model = Model("tiny", "llama", 4, 512, 8, 2, 64, 1408, 256)
-    here = Job(model, GPUS["a100-80gb"], 8, 8, 256, 16, recipe="16", fused=False, fused_loss=False)
+    model, layout = Model("tiny", "llama", 2, 512, 8, 2, 64, 1408, 256), Layout(2, 2, 2, zero=3, sequence_parallel=True)
+    here = Job(model, GPUS["a100-80gb"], 8, 8, 256, 8, recipe="16", fused=False, fused_loss=False)
     held = stage_memory(here, layout, 0)
     waiting = held["gradients"] * (1 - 1 / layout.dp)  # whole until the step's end; the dry run calls them buffers
     states = (held["parameters"] + held["gradients"] + held["optimizer"] - waiting) / 2**20
-    assert states == pytest.approx(parameters + gradients + optimizer, rel=0.005)  # printed with one digit
-    layers_in_flight = in_flight(layout, 10**6) * 4 / layout.pp
-    ours = (held["activations"] + layers_in_flight * ROTARY_BYTES) / 2**20
+    assert states == pytest.approx(parameters + gradients + optimizer, rel=0.01)  # printed with one digit
+    ours = (held["activations"] + in_flight(layout, 4) * ROTARY_BYTES) / 2**20
     assert ours == pytest.approx(activations, rel=ACTIVATIONS)
 
 
