@@ -106,7 +106,7 @@ def make_job(args, precision):
     models, gpus = load_tables(args.models, args.hardware)
     model = pick("--model", args.model, models, "--models FILE")
     gpu = pick("--gpu", args.gpu, gpus, "--hardware FILE")
-    if model.experts > 1 or model.family == "bert":
+    if model.experts > 1 or model.family in ("bert", "t5"):
         raise UsageError(
             f"--model {model.name} has experts or is no decoder: layouts are planned for dense decoders only"
         )

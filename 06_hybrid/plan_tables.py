@@ -25,6 +25,8 @@ class Family(NamedTuple):
     first_norm: int = 0  # ... and behind the embedding
     bias: str = "all"  # of the linear layers: all, mlp, qkv or none
     head_bias: bool = False
+    attentions: int = 1  # of a layer; T5's pair of an encoder's and a decoder's layer has three, and two MLPs
+    mlps: int = 1
     dropout: bool = False  # trained with dropout: masks are kept for backward
 
 
@@ -38,6 +40,7 @@ FAMILIES = {  # what is not as in Family
     "neox": {},
     "gptj": {"norms": 2, "bias": "mlp", "head_bias": True},
     "palm": {"gated": True, "norms": 1, "last_norm": 1, "bias": "none"},  # arXiv:2204.02311, section 2
+    "t5": {"attentions": 3, "mlps": 2, "norms": 5, "last_norm": 2, "bias": "none"},
     "bert": {"last_norm": 0, "first_norm": 2, "dropout": True},
 }
 
@@ -89,12 +92,14 @@ class Model(NamedTuple):
         if bias in ("all", "mlp"):
             vectors += self.experts * (self.ffn * (1 + self.kind.gated) + self.hidden)
         router = self.hidden * self.experts if self.experts > 1 else 0
-        return self.attention_params + self.experts * self.mlp_params + router + vectors
+        matrices = self.kind.attentions * self.attention_params + self.kind.mlps * self.experts * self.mlp_params
+        return matrices + router + vectors
 
     @property
     def embedding_params(self):
         rows = self.vocab + self.positions + (2 if self.family == "bert" else 0)  # BERT: two segments
-        return rows * self.hidden + self.kind.first_norm * self.hidden
+        relative = 64 * self.heads if self.family == "t5" else 0  # 32 distances, in encoder and decoder
+        return (rows + self.kind.first_norm) * self.hidden + relative
 
     @property
     def head_params(self):

@@ -338,7 +338,15 @@ def is_measured(check):
 
 
 # ---- parameters and memory ----
-FAMILY_OF = {"GPT-2": "gpt", "GPT-3": "gpt", "OPT": "gpt", "MPT": "mpt", "Falcon": "falcon", "BLOOM": "bloom"}
+FAMILY_OF = {
+    "T5": "t5",
+    "GPT-2": "gpt",
+    "GPT-3": "gpt",
+    "OPT": "gpt",
+    "MPT": "mpt",
+    "Falcon": "falcon",
+    "BLOOM": "bloom",
+}
 FAMILY_OF |= {
     "GPT-NeoX": "neox",
     "GPT-J": "gptj",
@@ -357,7 +365,7 @@ def check_params(rows):
         family = next((name for word, name in FAMILY_OF.items() if row["family"].startswith(word)), None)
         count = row["params_closed_form"] or row["params_exact"]
         if family is None or not count:
-            left_out[f"{row['family']}: no decoder, no closed form here"] += 1
+            left_out[f"{row['family']}: no closed form here"] += 1
             continue
         heads, head_dim, hidden = whole(row["heads"]), whole(row["head_dim"]), whole(row["hidden"])
         if family == "gpt" and heads * head_dim != hidden:  # misprints of GPT-3's table 2.1
@@ -368,7 +376,15 @@ def check_params(rows):
         if family == "mpt":  # its rows' learned positions follow the sequence length, which the note names
             positions = next((int(n) for n in re.findall(r"sequence length (\d+)", row["notes"])), 2048)
         experts = {"experts": whole(row["n_experts"]), "top_k": whole(row["top_k"])}
-        model = Model(row["model"], family, whole(row["layers"]), *sizes, positions, row["tied"] == "True", **experts)
+        model = Model(
+            row["model"],
+            family,
+            whole(row["layers"].split("+")[0]),
+            *sizes,
+            positions,
+            row["tied"] == "True",
+            **experts,
+        )
         found.append({"id": row["model"], "printed": int(count), "ours": model.params})
     return found, left_out
 
@@ -396,50 +412,52 @@ def activation_share(model, words):
 
 
 def remember(row, models):
-    """Returns the planner's value for a row of memory.csv, in its unit; KeyError: not a figure that it knows."""
+    """Returns (kind of figure, the planner's value in the row's unit); KeyError: not a figure that it knows."""
     scale = 2**30 if row["unit"].startswith("GiB") else 1e9
     params, ranks = float(row["params"] or 0), whole(row["dp"])
+    zero, offload = 0 if "DDP" in row["sharding"] else read_zero(row["sharding"]), read_offload(row)
     if is_about(row, "arXiv:1910.02054", "model states") or "arithmetic" in row["source"]:
-        zero = 0 if "DDP" in row["sharding"] else read_zero(row["sharding"])
         recipe = "20" if "18P" in row["formula"] else "16"
-        return sum(zero_bytes(params, recipe, Layout(ranks, zero=zero)).values()) / scale
+        held = sum(zero_bytes(params, recipe, Layout(ranks, zero=zero)).values())
+        return ("zero" if "1910.02054" in row["source"] else "other"), held / scale
     if is_about(row, "DeepSpeed", "GPU model states"):
-        zero, offload = read_zero(row["sharding"]), read_offload(row)
-        if offload != "none":  # 4 bytes of the largest layer, which the note names
-            largest = 1e6 * float(re.findall(r"printed as ([\d.]+)M", row["notes"])[0])
-            held = gathered_bytes(largest) + (2 * params / ranks if offload == "optimizer" else 0)
-        else:
-            held = sum(zero_bytes(params, "20" if zero < 3 else "18", Layout(ranks, zero=zero)).values())
-        return held / scale
+        largest = re.findall(r"printed as ([\d.]+)M", row["notes"])  # ZeRO-3 holds 4 bytes of the largest layer
+        held = gathered_bytes(1e6 * float(largest[0])) if zero == 3 else 0.0
+        if offload == "none":
+            held += sum(zero_bytes(params, "20" if zero < 3 else "18", Layout(ranks, zero=zero)).values())
+        elif offload == "optimizer":
+            held += 2 * params / (ranks if zero == 3 else 1)
+        return "other", held / scale
     if row["unit"] == "bytes/param":
-        return sum(RECIPES["20"])
+        return "other", sum(RECIPES["20"])
     if is_about(row, "arXiv:2205.05198", "% of the TP-only"):
-        return activation_share(gpt_of(row["model"])[0], row["recompute"] + row["sharding"])
+        return "figure 7", activation_share(gpt_of(row["model"])[0], row["recompute"] + row["sharding"])
     if is_about(row, "saved activations per layer"):  # in units of 2 s b h bytes, of PyTorch's own kernels
         model = next(model for name, model in models.items() if name.startswith(row["model"].lower()))
-        return layer_bytes(model, 1, 1, scores=False, fused=False) / 2 / model.hidden
+        return "other", layer_bytes(model, 1, 1, scores=False, fused=False) / 2 / model.hidden
     model, layout = gpt_of(row["model"])
     if is_about(row, "parameters + optimizer state"):
-        return sum(zero_bytes(12 * model.layers * model.hidden**2 / 8 / layout.pp, "18", Layout()).values()) / scale
+        params = 12 * model.layers * model.hidden**2 / 8 / layout.pp
+        return "figure 1", sum(zero_bytes(params, "18", Layout()).values()) / scale
     if is_about(row, "activations, first stage"):
         light = "selective" in row["recompute"]
         each = layer_bytes(model, 2048, whole(row["mbs"]), 8, light, not light)
-        return in_flight(layout, 10**6) * model.layers / layout.pp * each / scale
+        return "figure 1", in_flight(layout, 10**6) * model.layers / layout.pp * each / scale
     raise KeyError(row["quantity"])
 
 
 def check_memory(rows, models):
-    """Returns ([{id, printed, ours}], Counter of reasons)."""
+    """Returns ([{id, kind, printed, ours}], Counter of reasons)."""
     found, left_out = [], Counter()
     for row in rows:
         try:
-            ours = remember(row, models)
+            kind, ours = remember(row, models)
         except (KeyError, IndexError, StopIteration):
             left_out[row["quantity"][:50]] += 1
             continue
         known = "a formula that DeepSpeed has replaced" if "CONTRADICTION" in row["notes"] else ""
         value = {"printed": float(row["value"]), "printed_text": row["value"], "ours": ours, "known": known}
-        found.append({"id": row["id"]} | value)
+        found.append({"id": row["id"], "kind": kind} | value)
     return found, left_out
 
 
@@ -450,9 +468,9 @@ def difference(check):
     return max(0.0, abs(check["ours"] - check["printed"]) - half_unit) / check["printed"]
 
 
-def worst(checks, prefix):
-    """Returns {largest difference, rows} of the checks whose id begins so."""
-    chosen = [check for check in checks if check["id"].startswith(prefix)]
+def worst(checks, kind):
+    """Returns {largest difference, rows} of the checks of a kind."""
+    chosen = [check for check in checks if check["kind"] == kind]
     return {"largest_difference": max(map(difference, chosen), default=0.0), "rows": len(chosen)}
 
 
@@ -512,21 +530,26 @@ def judge_fits(checks):
 
 
 def evaluate(args):
-    """Returns all figures as one dictionary."""
+    """Returns all figures as one dictionary. A default file that is not there counts as empty."""
+
+    def rows_of(name):
+        path = getattr(args, name)
+        return [] if path == TRUTH / f"{name}.csv" and not path.exists() else read_rows(path)
+
     models, gpus = load_tables()
-    throughput = read_rows(args.throughput)
+    throughput = rows_of("throughput")
     runs, time_left_out = read_runs(throughput, gpus)
     known = {row["model"]: row for row in throughput if row["layers"] and row["hidden"] and row["heads"]}
-    fits, fits_left_out = check_fits(read_rows(args.fits), gpus, models, known)
-    memory, memory_left_out = check_memory(read_rows(args.memory), models)
-    params, params_left_out = check_params(read_rows(args.models))
+    fits, fits_left_out = check_fits(rows_of("fits"), gpus, models, known)
+    memory, memory_left_out = check_memory(rows_of("memory"), models)
+    params, params_left_out = check_params(rows_of("models"))
     exact = sum(check["ours"] == check["printed"] for check in params)
     return {
         "parameters": {"exact": exact, "rows": len(params), "left_out": params_left_out},
-        "zero_table_1": worst(memory, "zero-t1"),
-        "activations_closed_form": worst(memory, "seqsel-fig1"),
+        "zero_table_1": worst(memory, "zero"),
+        "activations_closed_form": worst(memory, "figure 1"),
         "activations_figure_7_points": max(
-            (abs(c["ours"] - c["printed"]) for c in memory if c["id"].startswith("seqsel-fig7")), default=0.0
+            (abs(c["ours"] - c["printed"]) for c in memory if c["kind"] == "figure 7"), default=0.0
         ),
         "memory_rows": {"checks": memory, "left_out": memory_left_out},
         "fits": judge_fits(fits) | {"left_out": fits_left_out},
@@ -546,7 +569,7 @@ def show(found):
     print(f"activations, figure 7 as read from the picture: largest difference {points:.2f} points of 100")
     print(f"other memory: {left(found['memory_rows']['left_out'])}")
     for check in found["memory_rows"]["checks"]:
-        if not check["id"].startswith(("zero-t1", "seqsel")):
+        if check["kind"] == "other":
             line = f"    {check['id']}: printed {check['printed']:g}, planned {check['ours']:.4g} {check['known']}"
             print(line.rstrip())
     refused, accepted = f"{fits['oom_refused']} of {fits['oom']}", f"{fits['ran_accepted']} of {fits['ran']}"
@@ -581,6 +604,9 @@ def main():
         add(f"--{name}", type=Path, default=TRUTH / f"{name}.csv")
     add("--json", action="store_true")
     args = parser.parse_args()
+    if all(path == TRUTH / path.name for path in (args.throughput, args.fits, args.memory)) and not TRUTH.is_dir():
+        print(f"error: no public figures in {TRUTH}: give --throughput, --fits or --memory", file=sys.stderr)
+        sys.exit(2)
     try:
         found = evaluate(args)
     except (OSError, KeyError) as error:

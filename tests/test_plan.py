@@ -55,6 +55,7 @@ def job(model, gpu, num_gpus, batch, **more):
         ("gpt-neox-20b", 20_554_567_680),
         ("gpt-j-6b", 6_050_882_784),
         ("bert-large-uncased", 335_141_888),
+        ("t5-11b", 11_307_321_344),
     ],
 )
 def test_parameters_are_counted_to_the_last_one(name, count):
@@ -523,6 +524,16 @@ def test_report_reads_any_files_of_those_formats(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan_report.py", *flags])
     plan_report.main()
     assert "1 of 1 that ran out of memory refused" in capsys.readouterr().out
+
+
+def test_report_says_where_it_finds_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan_report, "TRUTH", tmp_path / "nowhere")
+    for flags, message in (([], "no public figures"), (["--fits", str(tmp_path / "none.csv")], "none.csv")):
+        monkeypatch.setattr(sys, "argv", ["plan_report.py", *flags])
+        with pytest.raises(SystemExit) as end:
+            plan_report.main()
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 # ---- search ----
