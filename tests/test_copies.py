@@ -1,6 +1,7 @@
 """Every numbered folder runs when it is copied out, with common/ beside it or inside it."""
 
 import ast
+import json
 import os
 import shutil
 import subprocess
@@ -50,15 +51,68 @@ def copy(folder, place):
     shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
 
 
-def start(project, script):
-    """Runs a script with its smallest flags, as a stranger would: from elsewhere, knowing nothing of this folder."""
-    flags = SMALLEST.get(script, SMALLEST.get(script.split("/")[1]))
-    assert flags is not None, f"{script} is new: give its quickest flags an entry in SMALLEST"
-    elsewhere = project.parent / "elsewhere"
-    elsewhere.mkdir()
-    env = {"PATH": os.defpath, "HOME": str(elsewhere), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(project / script), *flags.split()]
-    return subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=120)
+# A stranger to this repository, who imports torch once: each script runs in a fork, as `python script flags..` would.
+WARM = """
+import json, os, runpy, signal, sys
+import torch, torch._dynamo
+torch.set_num_threads(1)
+for line in sys.stdin:
+    script, flags, elsewhere = json.loads(line)
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            signal.alarm(120)  # one that hangs dies
+            os.chdir(elsewhere)
+            for number, name in enumerate(("in", "out", "err")):
+                os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
+            torch.set_num_threads(1)
+            os.environ["HOME"] = elsewhere
+            sys.argv, sys.path[0] = [script, *flags], os.path.dirname(script)
+            runpy.run_path(script, run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+ENV = {"PATH": os.defpath, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def warm():
+    stranger = [sys.executable, "-c", WARM]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(stranger, cwd="/", env=ENV, **pipes) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def start(warm, tmp_path):
+    """start(script, anew): a script of tmp_path/project with its smallest flags; from elsewhere, knowing no repository.
+    anew: in an interpreter of its own. Returns (exit code, stdout, stderr).
+    """
+
+    def start(script, anew):
+        flags = SMALLEST.get(script, SMALLEST.get(script.split("/")[1]))
+        assert flags is not None, f"{script} is new: give its quickest flags an entry in SMALLEST"
+        (elsewhere := tmp_path / "elsewhere").mkdir()
+        command = [str(tmp_path / "project" / script), flags.split()]
+        if anew:
+            words, env = [sys.executable, command[0], *command[1]], ENV | {"HOME": str(elsewhere)}
+            done = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=120)
+            return done.returncode, done.stdout, done.stderr
+        warm.stdin.write(json.dumps([*command, str(elsewhere)]) + "\n")
+        warm.stdin.flush()
+        code = int(warm.stdout.readline())
+        return code, (elsewhere / "out").read_text(), (elsewhere / "err").read_text()
+
+    return start
 
 
 def test_every_folder_has_a_script_to_run():
@@ -69,23 +123,23 @@ def test_every_folder_has_a_script_to_run():
 @pytest.mark.parametrize(
     ("script", "placement"), [*((script, "beside") for script in SCRIPTS), *((script, "inside") for script in INSIDE)]
 )
-def test_copied_folder_runs_with_common(script, placement, tmp_path):
+def test_copied_folder_runs_with_common(script, placement, start, tmp_path):
     if script.endswith("/cluster.py") and reason_to_skip():
         pytest.skip(reason_to_skip())
     project, folder = tmp_path / "project", script.split("/")[0]
     copy(folder, project)
     copy("common", project if placement == "beside" else project / folder)
-    done = start(project, script)
+    code, stdout, stderr = start(script, anew=placement == "inside")
     # check.py ends with 1 where it finds a fault of this machine, which is not the copy's.
-    assert done.returncode in ((0, 1) if script.endswith("/check.py") else (0,)), done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.stdout.strip()
+    assert code in ((0, 1) if script.endswith("/check.py") else (0,)), stderr
+    assert "Traceback" not in stderr, stderr
+    assert stdout.strip()
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_copy_without_common_says_what_to_copy(folder, tmp_path):
+def test_copy_without_common_says_what_to_copy(folder, start, tmp_path):
     copy(folder, tmp_path / "project")
-    done = start(tmp_path / "project", next(script for script in INSIDE if script.startswith(folder)))
-    assert done.returncode == 1
-    assert COMMENT in done.stderr
-    assert "No module named 'common'" in done.stderr
+    code, _, stderr = start(next(script for script in INSIDE if script.startswith(folder)), anew=False)
+    assert code == 1
+    assert COMMENT in stderr
+    assert "No module named 'common'" in stderr
