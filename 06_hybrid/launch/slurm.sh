@@ -17,6 +17,7 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --propagate=NONE
 set -u
+ulimit -c 0
 
 # ---- who meets where ----
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -33,9 +34,9 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-270}
 
 # ---- train, save, go on in another job ----
-again=
-trap 'echo "time limit: saving"; again=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1  # to torchrun, not to srun
-trap again=no TERM  # scancel sends it to all: the ranks save, and this shell waits for them
+limit=
+trap 'echo "time limit: saving"; limit=near; scancel --signal=TERM "$SLURM_JOB_ID"' USR1  # to torchrun, not to srun
+trap : TERM  # scancel sends it to all: the ranks save, and this shell waits for them
 
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=300 torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$ranks" --max-restarts "${MAX_RESTARTS:-3}" \
@@ -44,8 +45,8 @@ while kill -0 $! 2>/dev/null; do wait $!; done  # a signal ends a `wait` early
 wait $!
 code=$?
 
-if [ $code -ne 0 ] && [ "$again" != no ]; then
-    scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]' && again=yes
-    [ "$again" = yes ] && scontrol requeue "$SLURM_JOB_ID"
+job=$(scontrol show job "$SLURM_JOB_ID")
+if [[ $code != 0 && $job == *JobState=RUNNING* && ($limit || $job == *PreemptTime=[0-9]*) ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code
