@@ -71,10 +71,9 @@ def meet(rank: int, timeout: float) -> dist.Store:
 
 @contextmanager
 def process_group(device: str = "auto", timeout: float = 600, **axes: int) -> Iterator[tuple]:
-    """Joins the process group, yields (rank, local_rank, world_size, device), and leaves the group at the end.
-    device: auto, cpu or cuda. timeout: seconds that a rank waits for another. axes: the mesh's fixed sizes (tp=2),
-    whose product must divide the world size. A UsageError, here or in the body, ends in one line and exit code 2.
-    """
+    """Joins the process group, yields (rank, local_rank, world_size, device), leaves it at the end. device: auto, cpu,
+    cuda; timeout: seconds that a rank waits for another; axes: the mesh's fixed sizes (tp=2), whose product must divide
+    the world size. A UsageError, here or in the body, ends in one line and exit code 2."""
     try:
         rank, local_rank, world_size, local_world_size = read_environment()
         if (size := prod(axes.values())) < 1 or world_size % size:
