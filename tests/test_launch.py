@@ -343,8 +343,13 @@ class Slurm:
         said = self.run("scontrol", "show", "job", "--oneliner", number).stdout
         return dict(re.findall(r"(\w+)=(\S*)", said))
 
-    def wait_for_state(self, number, state, log):
-        self.wait_for(lambda: self.job(number)["JobState"] == state, lambda: f"{self.job(number)}\n{log.read_text()}")
+    def wait_for_state(self, number, wanted, log):
+        def is_there():
+            state = self.job(number)["JobState"]
+            assert state in (wanted, "PENDING", "RUNNING", "COMPLETING"), f"{self.job(number)}\n{log.read_text()}"
+            return state == wanted
+
+        self.wait_for(is_there, log.read_text)
 
     def wait_for(self, condition, message=lambda: ""):
         deadline = time.monotonic() + PATIENCE
@@ -422,6 +427,7 @@ def test_time_limit_makes_the_job_save_and_go_back_to_the_queue(jobs):
     assert ROWS <= len(jobs["rows at the limit"]) < STEPS
     # Nothing is done twice: the same lines, to the last digit of the time that a step took.
     assert jobs["rows when cancelled"][: len(jobs["rows at the limit"])] == jobs["rows at the limit"]
+    assert jobs["log"].count("time limit: saving\n") == 1  # the log of the first start is there, too
 
 
 def test_cancelled_job_saves_and_stays_cancelled(jobs):
