@@ -500,7 +500,7 @@ def test_bad_input_ends_in_one_line_on_every_rank(nproc, flags, line, base):
 
 def test_rank_that_stalls_ends_the_job_within_the_timeout(plant, base):
     """In groups of some ranks, too: those that a device mesh makes by itself wait for half an hour."""
-    stall = "        if step == 2 and rank == 3:\n            import signal\n\n            signal.pause()\n"
+    stall = "        if step == 2 and rank == 3:\n            signal.pause()\n"
     stalled = plant(TRAIN, ("        job.forward_backward(text)", stall + "        job.forward_backward(text)"))
     result = run(stalled, *base, "--pp", 2, "--tp", 2, "--timeout", 4, nproc=4, timeout=10)
     assert result.codes == [1, 1, 1, -9]  # the last is killed at the end, as torchrun would
