@@ -13,7 +13,7 @@ from test_hybrid import load
 pytestmark = needs_namespaces
 HYBRID, DDP = "06_hybrid/train.py", "02_ddp/train.py"
 EXACT = 1e-9  # float64, added up in another order
-HEADERS = 0.05  # of Ethernet, IP and TCP, acknowledgements, and small messages beside the large ones: 1 % seen
+HEADERS = 0.05  # of Ethernet, IP and TCP, acknowledgements, and small messages beside the large ones: 0.6 to 3.3 % seen
 
 
 def read_rows(path):

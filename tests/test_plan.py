@@ -163,6 +163,11 @@ def test_microbatches_in_flight():
     assert [2 * in_flight(Layout(pp=4, chunks=2), 100, stage) for stage in range(4)] == [11, 9, 7, 5]
 
 
+# Of a peak that others measured: kernels' workspaces and the moment of the peak are theirs, and no formula has them.
+MEASURED_PEAK = 0.10
+TORCHTITAN_PEAK = 0.05  # its model and kernels are PyTorch's own, which the formulas of this run count one by one
+
+
 def test_nvidia_log_of_llama_8b():
     """NVIDIA/dgxc-benchmarking llama3.1: 44,271,689,728 bytes after a step, 70,833,405,952 at the peak, on 8 H100."""
     run8 = job("llama3-8b", "h100-80gb", 8, 128, seq_len=8192, recipe="16")
@@ -170,7 +175,7 @@ def test_nvidia_log_of_llama_8b():
     states = held["parameters"] + held["gradients"] + held["optimizer"]
     assert states == pytest.approx(44_271_689_728, rel=0.005)  # buffers of 27 MB come to it
     # What the allocator gave: the planner's allowance for the CUDA context and gaps is not in it.
-    assert held["total"] - held["overhead"] == pytest.approx(70_833_405_952, rel=0.10)
+    assert held["total"] - held["overhead"] == pytest.approx(70_833_405_952, rel=MEASURED_PEAK)
 
 
 @pytest.mark.parametrize(("gpus", "gib"), [(8, 82.4), (128, 67.0)])
@@ -178,7 +183,7 @@ def test_selective_recomputation_and_plain_cross_entropy_of_torchtitan(gpus, gib
     """pytorch/torchtitan, benchmarks/llama3_h100_202412: Llama 3.1 8B by FSDP, two sequences of 8192 tokens a GPU."""
     here = job("llama3-8b", "h100-80gb", gpus, 2 * gpus, seq_len=8192, recipe="16", fused=False, fused_loss=False)
     held = peak_memory(here, Layout(gpus, zero=3, microbatch=2, recompute="selective"))
-    assert held["total"] / GIB == pytest.approx(gib, rel=0.05)
+    assert held["total"] / GIB == pytest.approx(gib, rel=TORCHTITAN_PEAK)
 
 
 OLD = {"flash": False, "overlap": False}  # scores in memory, collectives that wait: papers of 2021
