@@ -35,7 +35,7 @@ from common.process_group import UsageError, process_group  # copied this folder
 # ---- config ----
 def parse_args():
     add = (parser := argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)).add_argument
-    add("--steps", type=int, default=100, help="optimizer steps")
+    add("--steps", type=int, default=50, help="optimizer steps")
     add("--batch", type=int, default=4, help="global batch in sequences, shared by the ranks")
     add("--seq-len", type=int, default=128, help="tokens (bytes) per sequence")
     add("--dim", type=int, default=32, help="width; the split layer makes it 4 times as wide")

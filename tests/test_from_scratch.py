@@ -58,14 +58,22 @@ def main(chosen, find_unused, microbatches=2):
             assert (mine.grad is None) == (other.grad is None), f"{name} in step {step}: {mine.grad} {other.grad}"
             if mine.grad is not None:
                 assert torch.allclose(mine.grad, other.grad, rtol=0, atol=EXACT), f"{name} in step {step}"
-    print("equal")
 
 
 with from_scratch.process_group(timeout=20):
-    main(**eval(sys.argv[2]))
+    for chosen in eval(sys.argv[2]):
+        main(chosen, find_unused="find_unused" in sys.argv)
+        print("equal to one process with", chosen)
 """
 
-ALL = [[0, 1, 2], [0, 1, 2]]  # the heads used in each of two microbatches
+FROM_SCRATCH = ROOT / "02_ddp/from_scratch.py"
+ALL = [[0, 1, 2], [0, 1, 2]]  # the heads that a rank uses in each of two microbatches
+SOME_UNUSED = [
+    [ALL, [[0, 1], [0, 1]]],  # head 2 on rank 0 only
+    [[[0], [0]], [[0, 1], [0, 1]]],  # head 1 on rank 1 only, head 2 nowhere
+    [[[0, 2], [0]], [[0], [0, 1]]],  # head 2 in a microbatch that is not synchronised
+    [[[1], [1]], [[2], [2]]],  # no head in common
+]
 
 
 @pytest.fixture
@@ -76,28 +84,16 @@ def script(tmp_path):
 
 
 def test_buckets_of_any_size_buffers_and_accumulation_equal_one_process(script):
-    result = run(script, ROOT / "02_ddp/from_scratch.py", {"chosen": [ALL, ALL], "find_unused": False}, nproc=2).check()
-    assert result.outputs == ["equal\n", "equal\n"]
+    run(script, FROM_SCRATCH, [[ALL, ALL]], nproc=2).check()
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        [ALL, [[0, 1], [0, 1]]],  # head 2 on rank 0 only
-        [[[0], [0]], [[0, 1], [0, 1]]],  # head 1 on rank 1 only, head 2 nowhere
-        [[[0, 2], [0]], [[0], [0, 1]]],  # head 2 in a microbatch that is not synchronised
-        [[[1], [1]], [[2], [2]]],  # no head in common
-    ],
-    ids=["one rank", "nowhere", "first microbatch", "disjoint"],
-)
-def test_parameters_unused_on_some_ranks_or_on_all_equal_one_process(chosen, script):
-    result = run(script, ROOT / "02_ddp/from_scratch.py", {"chosen": chosen, "find_unused": True}, nproc=2).check()
-    assert result.outputs == ["equal\n", "equal\n"]
+def test_parameters_unused_on_some_ranks_or_on_all_equal_one_process(script):
+    result = run(script, FROM_SCRATCH, SOME_UNUSED, "find_unused", nproc=2).check()
+    assert [output.count("equal") for output in result.outputs] == [len(SOME_UNUSED)] * 2
 
 
 def test_unused_parameter_without_the_flag_ends_the_job_and_is_named(script):
-    chosen = [ALL, [[0, 1], [0, 1]]]
-    result = run(script, ROOT / "02_ddp/from_scratch.py", {"chosen": chosen, "find_unused": False}, nproc=2, timeout=30)
+    result = run(script, FROM_SCRATCH, SOME_UNUSED[:1], nproc=2, timeout=30)
     assert result.codes == [1, 1]
     assert "rank 1 has no gradient for ['heads.2.weight', 'heads.2.bias']: use --find-unused" in result.outputs[1]
 
@@ -105,7 +101,7 @@ def test_unused_parameter_without_the_flag_ends_the_job_and_is_named(script):
 def test_backward_after_the_all_reduce_is_refused(script):
     broken = script.with_name("all_synchronised.py")
     broken.write_text(SCRIPT.replace("if last else replica.no_sync()", "if True else replica.no_sync()"))
-    result = run(broken, ROOT / "02_ddp/from_scratch.py", {"chosen": [ALL, ALL], "find_unused": False}, nproc=1)
+    result = run(broken, FROM_SCRATCH, [[ALL, ALL]], nproc=1)
     assert result.codes == [1]
     assert "all but the last belong inside no_sync()" in result.outputs[0]
 
@@ -124,9 +120,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_these_tests_turn_red_when(fault, plant, script):
-    chosen = [[[0], [0]], [[0, 1], [0, 1]]]
-    result = run(
-        script, plant("02_ddp/from_scratch.py", FAULTS[fault]), {"chosen": chosen, "find_unused": True}, nproc=2
-    )
+    result = run(script, plant("02_ddp/from_scratch.py", FAULTS[fault]), SOME_UNUSED[1:2], "find_unused", nproc=2)
     assert any(result.codes)
     assert any("AssertionError" in output for output in result.outputs)

@@ -130,8 +130,8 @@ def loss(tp, vocab_size=11, scale=1.0, shift=0.0):
 
 
 with process_group(timeout=20) as (rank, _, world_size, _):
-    call, options = eval(sys.argv[2]), eval(sys.argv[3])
-    call[0](TensorParallel(None, rank, world_size, **options), **call[1])
+    for function, more in eval(sys.argv[2]):
+        function(TensorParallel(None, rank, world_size, **eval(sys.argv[3])), **more)
 print("equal")
 """
 
@@ -150,38 +150,32 @@ def check(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
 
-    def check(call, nproc, mode=None, folder=FOLDER):
-        return run(path, folder, call, mode or {}, nproc=nproc, timeout=30)
+    def check(calls, nproc, mode=None, folder=FOLDER):
+        return run(path, folder, f"[{calls}]", mode or {}, nproc=nproc, timeout=30)
 
     return check
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 4])
 @each_mode
-@pytest.mark.parametrize("call", ["(pair, {})", "(pair, {'bias': False})", "(gathered, {})", "(together, {})"])
-def test_split_matrices_equal_the_whole_ones(call, mode, nproc, check):
-    assert check(call, nproc, mode).check().outputs == ["equal\n"] * nproc
+def test_split_layers_equal_the_whole_ones(mode, nproc, check):
+    calls = "(pair, {}), (pair, {'bias': False}), (gathered, {}), (together, {}), (embedding, {})"
+    assert check(calls, nproc, mode).check().outputs == ["equal\n"] * nproc
+
+
+LOSSES = [
+    {},
+    {"vocab_size": 8},  # no padding
+    {"vocab_size": 5},  # on 4 ranks one has nothing but padding
+    {"scale": 1000.0},  # exp would overflow
+    {"shift": -5000.0},  # the padding's zeros would be the largest, and every exp zero
+]
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 4])
-@pytest.mark.parametrize("mode", [{}, {"sequence_parallel": True}], ids=["plain", "sequence"])
-def test_split_embedding_equals_the_whole_one(mode, nproc, check):
-    assert check("(embedding, {})", nproc, mode).check().outputs == ["equal\n"] * nproc
-
-
-@pytest.mark.parametrize("nproc", [1, 2, 4])
-@pytest.mark.parametrize(
-    "case",
-    [
-        "",
-        "'vocab_size': 8",  # no padding
-        "'vocab_size': 5",  # on 4 ranks one has nothing but padding
-        "'scale': 1000.0",  # exp would overflow
-        "'shift': -5000.0",  # the padding's zeros would be the largest, and every exp zero
-    ],
-)
-def test_loss_of_split_logits_equals_the_whole_one(case, nproc, check):
-    assert check(f"(loss, {{{case}}})", nproc).check().outputs == ["equal\n"] * nproc
+def test_loss_of_split_logits_equals_the_whole_one(nproc, check):
+    calls = ", ".join(f"(loss, {case})" for case in LOSSES)
+    assert check(calls, nproc).check().outputs == ["equal\n"] * nproc
 
 
 FAULTS = {

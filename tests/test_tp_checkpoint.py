@@ -54,12 +54,14 @@ def test_run_goes_on_in_another_layout_as_if_never_interrupted(first, second, tr
     assert all(torch.allclose(weights[name], w, rtol=0, atol=EXACT) for name, w in reference.weights.items())
 
 
-@pytest.mark.parametrize("more", [[], ["--sequence-parallel"]], ids=["plain", "sequence"])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_resumed_run_draws_the_dropout_of_an_uninterrupted_one(script, more, train, flags, tmp_path):
-    layout = (script, 4, ["--tp", 2])
+@pytest.mark.parametrize(
+    ("script", "nproc", "more"),
+    [(FROM_SCRATCH, 4, []), (FROM_SCRATCH, 4, ["--sequence-parallel"]), (TRAIN, 2, [])],  # DTensor is slow to start
+)
+def test_resumed_run_draws_the_dropout_of_an_uninterrupted_one(script, nproc, more, train, flags, tmp_path):
+    layout = (script, nproc, ["--tp", 2])
     found, weights = resumed(train, flags, tmp_path, layout, layout, "--dropout", 0.2, *more)
-    whole = train(script, "--dtype", "float64", "--tp", 2, "--dropout", 0.2, *more, nproc=4)
+    whole = train(script, "--dtype", "float64", "--tp", 2, "--dropout", 0.2, *more, nproc=nproc)
     assert [row["loss"] for row in found] == whole.column("loss")
     assert all(torch.equal(weights[name], weight) for name, weight in whole.weights.items())
 
@@ -71,11 +73,10 @@ def test_resumed_float16_run_keeps_its_loss_scale(script, train, flags, tmp_path
     assert [row["loss"] for row in found] == train(script, *layout, nproc=2).column("loss")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_flags_learning_rate_counts_not_the_checkpoints(script, train, flags, tmp_path):
-    layout = (script, 2, ["--tp", 2])
+def test_the_flags_learning_rate_counts_not_the_checkpoints(train, flags, tmp_path):
+    layout = (FROM_SCRATCH, 2, ["--tp", 2])
     found, _ = resumed(train, flags, tmp_path, layout, layout)
-    slower, _ = resumed(train, flags, tmp_path, layout, (script, 2, ["--tp", 2, "--lr", 1e-9]))
+    slower, _ = resumed(train, flags, tmp_path, layout, (FROM_SCRATCH, 2, ["--tp", 2, "--lr", 1e-9]))
     assert slower[HALF_WAY]["loss"] == found[HALF_WAY]["loss"]
     assert slower[-1]["loss"] != pytest.approx(found[-1]["loss"], rel=1e-3)
 
@@ -91,10 +92,9 @@ def test_resume_from_an_empty_folder_begins_when_save_names_it_too(script, train
         "config.json", "model.safetensors", f"optimizer-{STEPS}.safetensors"]  # fmt: skip
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_saved_folder_is_a_hugging_face_llama(script, train):
+def test_saved_folder_is_a_hugging_face_llama(train):
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
-    trained = train(script, "--dtype", "float64", "--tp", 2, "--vocab-size", 259, nproc=2)
+    trained = train(FROM_SCRATCH, "--dtype", "float64", "--tp", 2, "--vocab-size", 259, nproc=2)
     theirs = transformers.LlamaForCausalLM.from_pretrained(trained.folder, dtype=torch.float64)
     tokens = torch.arange(SEQ_LEN)[None] * 7 % 259
     ours = logits(trained.weights, tokens, **SIZES)
