@@ -2,7 +2,7 @@
 
     DIR/model.safetensors             the weights, unsharded: transformers' from_pretrained(DIR) loads them
     DIR/config.json                   the sizes, as transformers wants them
-    DIR/optimizer-STEP.safetensors    AdamW's averages by the weights' names, and the random states of the ranks
+    DIR/optimizer-STEP.safetensors    AdamW's averages by the weights' names
 
 train.py and from_scratch.py share it, so each goes on from the other's. Needs `pip install safetensors`.
 """

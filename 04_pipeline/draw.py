@@ -19,7 +19,7 @@ KINDS = {  # colour and meaning; all colours are light enough for black numbers
     "all_reduce": ("#CC79A7", "all_reduce"),
 }
 IDLE = "#DDDDDD"
-LEFT, WIDTH, LANE, FONT = 64, 1000, 22, 11  # pixels: the ranks' names, the axis of time, a lane, letters
+LEFT, WIDTH, LANE, FONT = 66, 720, 26, 14  # pixels: the ranks' names, the axis of time, a lane, letters
 
 
 class Box(NamedTuple):
@@ -48,12 +48,12 @@ def span(events):
 
 def layout(lanes, title):
     """Returns (boxes, labels, height in pixels)."""
-    boxes, labels, top = [], [Label(LEFT, 18, title, size=FONT + 4)], 36
+    boxes, labels, top = [], [Label(LEFT, 18, title, size=FONT + 2)], 36
     longest = max(end - start for start, end in map(span, lanes.values())) or 1
     for heading, events in lanes.items():
         (first, last), num_ranks = span(events), 1 + max(event.rank for event in events)
         chunks = 1 + max(event.step.stage for event in events) // num_ranks
-        labels.append(Label(LEFT, top + 8, heading, size=FONT + 1))
+        labels.append(Label(LEFT, top + 8, heading))
         labels.append(Label(LEFT + WIDTH, top + 8, f"{float(last - first):g} s", "end"))
         top += 18
         for rank in range(num_ranks):
@@ -71,10 +71,10 @@ def layout(lanes, title):
     left, shown = LEFT, {event.step.kind for events in lanes.values() for event in events}
     for colour, meaning in [KINDS[kind] for kind in KINDS if kind in shown] + [(IDLE, "idle")]:
         boxes.append(Box(left, top, 14, 14, colour))
-        labels.append(Label(left + 20, top + 7, meaning))
-        left += 44 + 7 * len(meaning)
+        labels.append(Label(left + 18, top + 7, meaning, size=FONT - 2))
+        left += 40 + 7 * len(meaning)
     if any(box.opacity < 1 for box in boxes):
-        labels.append(Label(left, top + 7, "paler: a later chunk of the rank"))
+        labels.append(Label(left, top + 7, "paler: a later chunk of the rank", size=FONT - 2))
     return boxes, labels, top + 26
 
 

@@ -34,10 +34,7 @@ class Pipe(NamedTuple):
 
 
 def connect(schedule, pipelines, num_stages, timeout):
-    """Returns this rank's Pipe. Makes the groups of all edges of all replicas; every rank of the world must call it.
-
-    pipelines: the ranks of each replica's pipeline, in order. timeout: a timedelta.
-    """
+    """Returns this rank's Pipe; all ranks of the world call it. pipelines: each replica's ranks; timeout: timedelta."""
     mine = None
     for ranks in pipelines:
         pipe = Pipe(ranks.index(dist.get_rank()) if dist.get_rank() in ranks else -1, ranks, num_stages, {})
@@ -73,7 +70,10 @@ class Executor:
             step = self.expected[edge].popleft()
             buffer = torch.empty(self.shapes[step.microbatch], device=self.device, dtype=self.dtype)
             # recv over pp: activations (B, T, D) of the stage before, or the gradient of the stage behind
-            self.arriving[step] = buffer, dist.irecv(buffer, self.pipe.ranks[edge[0]], group=self.pipe.edges[edge])
+            try:
+                self.arriving[step] = buffer, dist.irecv(buffer, self.pipe.ranks[edge[0]], group=self.pipe.edges[edge])
+            except RuntimeError as error:  # its sender is gone already
+                raise self.lost(step, edge, error) from error
 
     def receive(self, step):
         if not (source := self.pipe.neighbour(step, -1)):
@@ -84,18 +84,20 @@ class Executor:
         try:
             work.wait()
         except RuntimeError as error:
-            what = f"{'input' if step.kind == 'F' else 'gradient'} of microbatch {step.microbatch}, stage {step.stage}"
-            came = f"in step {self.number} rank {self.pipe.ranks[edge[1]]} waited for the {what}"
-            raise RuntimeError(f"{came}, from rank {self.pipe.ranks[edge[0]]}: {error}") from error
+            raise self.lost(step, edge, error) from error
         self.post(edge)
         return buffer
 
+    def lost(self, step, edge, error):
+        what = f"{'input' if step.kind == 'F' else 'gradient'} of microbatch {step.microbatch}, stage {step.stage}"
+        sender, receiver = (self.pipe.ranks[rank] for rank in edge[:2])
+        return RuntimeError(f"in step {self.number} rank {receiver} waited for the {what}, from rank {sender}: {error}")
+
     def send(self, step, tensor):
-        if not (target := self.pipe.neighbour(step, 1)):
-            return
-        if (edge := self.edge(step, target))[0] == edge[1]:
+        target = self.pipe.neighbour(step, 1)
+        if target and (edge := self.edge(step, target))[0] == edge[1]:
             self.here[target] = tensor
-        else:
+        elif target:
             # send over pp: activations (B, T, D) to the stage behind, or the gradient to the stage before
             work = dist.isend(tensor, self.pipe.ranks[edge[1]], group=self.pipe.edges[edge])
             self.leaving = [pair for pair in self.leaving if not pair[0].is_completed()] + [(work, tensor)]
@@ -128,8 +130,7 @@ class Executor:
                 torch.autograd.backward(y, received)
                 out = x.grad if x is not None else None
                 if self.apart:
-                    later[key] = self.noted[:]
-                    self.noted.clear()
+                    later[key], self.noted[:] = self.noted[:], []
                 del x, y  # or this microbatch's activations would live through the next step
             else:
                 for entry in later.pop(key):
@@ -137,8 +138,7 @@ class Executor:
             if record is not None:
                 record.append((step, began - zero, self.now() - zero))
             assert len(held.keys() | later.keys()) <= self.peak, f"{step}: more held than {self.peak} microbatches"
-            if step.kind != "W":
-                self.send(step, out)
+            self.send(step, out)  # not of "W", which no other stage waits for
             if step == self.last[step.stage]:
                 self.finished(step.stage)
         for work, _ in self.leaving:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from executor import Executor, connect
-from options import check_pp
+from options import check_pp, largest_microbatch
 from schedules import make_schedule, peak_activations
 from stages import build_stages, load_stages, name_weights, save_stages, tie_weights
 from timeline import check_drawing, draw_timeline, show_simulation
@@ -38,7 +38,7 @@ def parse_args():
     add = (parser := argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)).add_argument
     add("--steps", type=int, default=100, help="optimizer steps")
     add("--batch", type=int, default=32, help="global batch in sequences, shared by the ranks")
-    add("--microbatch", type=int, help="sequences per forward on one rank; default: its whole share of the batch")
+    add("--microbatch", type=int, help="sequences per forward on one rank; default: two microbatches per rank")
     add("--seq-len", type=int, default=128, help="tokens (bytes) per sequence")
     for flag, default in (("--dim", 128), ("--layers", 4), ("--heads", 4), ("--kv-heads", 2), ("--seed", 0)):
         add(flag, type=int, default=default)
@@ -58,13 +58,8 @@ def parse_args():
     add("--tie", action="store_true", help="embedding and head are one matrix")
     add("--checkpoint-activations", action="store_true", help="recompute activations in backward, layer by layer")
     add("--vary-length", action="store_true", help="microbatches of four different lengths")
-    add(
-        "--simulate",
-        nargs="?",
-        const="1,1,1,0",
-        metavar="F,B,W,SEND",
-        help="show the schedule with these costs, and end",
-    )
+    simulated = "only show the schedule, played with these costs"
+    add("--simulate", nargs="?", const="1,1,1,0", metavar="F,B,W,SEND", help=simulated)
     add("--timeline", metavar="FILE", help="draw the last step, or the simulation, as .svg or .png, one lane a rank")
     return parser.parse_args()
 
@@ -189,23 +184,26 @@ def make_stages(args, sizes, counts, mine, device, dtype):
 
 # ---- main ----
 def train_stages(args, rank, world_size, device):
-    pp, dp_size, num_chunks, counts = check_pp(args, world_size)
+    pp_size, dp_size, num_chunks, counts = check_pp(args, world_size)
+    if args.microbatch is None:
+        args.microbatch = largest_microbatch(args.batch // dp_size, pp_size, len(counts))
     check_args(args, dp_size)
     check_drawing(args)
     windows, cuda = read_windows(args.data, args.seq_len, args.batch), device.type == "cuda"
-    ranks, timeout = torch.arange(world_size).view(dp_size, pp), timedelta(0, args.timeout)  # stages: neighbours
+    ranks, timeout = torch.arange(world_size).view(dp_size, pp_size), timedelta(0, args.timeout)  # stages: neighbours
     groups = (dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0] for lists in (ranks.T, ranks))
-    (dp_group, pp_group), (dp_rank, place), pipelines = groups, divmod(rank, pp), ranks.tolist()
-    schedule = make_schedule(args.schedule, pp, args.batch // dp_size // args.microbatch, num_chunks)
+    (dp_group, pp_group), (dp_rank, pp_rank), pipelines = groups, divmod(rank, pp_size), ranks.tolist()
+    schedule = make_schedule(args.schedule, pp_size, args.batch // dp_size // args.microbatch, num_chunks)
     pipe = connect(schedule, pipelines, len(counts), timeout)
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
     sizes = [args.dim, args.layers, args.heads, args.kv_heads, 256]
-    stages = make_stages(args, sizes, counts, range(place, len(counts), pp), device, dtype)
+    stages = make_stages(args, sizes, counts, range(pp_rank, len(counts), pp_size), device, dtype)
     ends = (pipelines, timeout, args.seed, init_weights)
     tied, tie_group = tie_weights(stages, len(counts), *ends) if args.tie else (None, None)
     weights = list((names := name_weights(stages)).values())
     fused = cuda and args.dtype != "float16"  # the fused one wants ShardedGradScaler's flag in another shape
     optimizer = torch.optim.AdamW(weights, lr=args.lr, fused=fused)
+    # A gradient that overflows on one stage must stop the step on all of them.
     scaler = ShardedGradScaler(device.type, enabled=args.dtype == "float16", process_group=pp_group)
     scaler.scale(torch.zeros((), device=device))  # ranks without a loss, too, must know the scale
     noted, works, losses, texts = [], [], [], []
@@ -228,7 +226,7 @@ def train_stages(args, rank, world_size, device):
             # all_reduce over dp: this replica's gradients of a stage -> the sum
             works.append((dist.all_reduce(flat, group=dp_group, async_op=True), flat, mine))
 
-    executor = Executor(schedule[place], pipe, forward, device, dtype, finished, noted)
+    executor = Executor(schedule[pp_rank], pipe, forward, device, dtype, finished, noted)
     run = dict(windows=len(windows), batch=args.batch, seq_len=args.seq_len, seed=args.seed, sizes=sizes, tied=args.tie)
     first, log = 0, print if rank == 0 else lambda _: None
     if args.resume and (args.resume != args.save or Path(args.resume, "model.safetensors").exists()):
@@ -247,7 +245,8 @@ def train_stages(args, rank, world_size, device):
             print(f"{step:5} | {loss:6.4f} | {grad_norm:9.4f} | {tokens / seconds:8.0f}", flush=True)
 
     states = held.item() / 2**20
-    log(f"torch {torch.__version__} | {dist.get_backend()} | {device.type} | dp {dp_size} x pp {pp} | {args.schedule}")
+    plan = f"dp {dp_size} x pp {pp_size} | {args.schedule}"
+    log(f"torch {torch.__version__} | {dist.get_backend()} | {device.type} | {plan}")
     log(" step |   loss | grad_norm | tokens/s")
     late, clock = [], time.perf_counter()
     for step in range(first + 1, args.steps + 1):
@@ -264,7 +263,7 @@ def train_stages(args, rank, world_size, device):
         if tied is not None:  # all_reduce over the first and the last rank: gradient of its own use -> of both uses
             dist.all_reduce(tied.grad, group=tie_group)
         scaler.unscale_(optimizer)
-        counted = [w.grad for w in weights if w is not tied or place == 0]  # of two tied copies one
+        counted = [w.grad for w in weights if w is not tied or pp_rank == 0]  # of two tied copies one
         square = nn.utils.get_total_norm(counted) ** 2
         dist.all_reduce(square, group=pp_group)  # all_reduce over pp: square of this rank's part of the norm -> of it
         nn.utils.clip_grads_with_norm_(weights, args.clip, grad_norm := square.sqrt())
@@ -274,6 +273,7 @@ def train_stages(args, rank, world_size, device):
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=device, dtype=dtype)
         dist.all_reduce(loss)  # all_reduce over all ranks: this replica's loss on its last rank, else 0 -> the loss
         losses.clear(), works.clear()
+        # The host reads this step's figures one step later: waiting for them now would leave the GPU without work.
         values = torch.stack((loss, grad_norm, torch.full_like(loss, tokens))).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if cuda else None
         began, clock = clock, time.perf_counter()
@@ -281,7 +281,7 @@ def train_stages(args, rank, world_size, device):
         while len(late) > (step < args.steps):  # one step late; at the end, all
             report(*late.pop(0))
     if args.save:
-        once = {name: w for name, w in names.items() if w is not tied or place == 0}
+        once = {name: w for name, w in names.items() if w is not tied or pp_rank == 0}
         save_stages(args.save, run, max(first, args.steps), once, optimizer, scaler, pipelines[0])
     if args.timeline:
         measured, simulated = draw_timeline(record, schedule, pipelines[0], args.timeline, args.schedule)

@@ -38,19 +38,20 @@ def check_stages(args, world_size, check_args):
 
     Returns (layers per stage, ranks of a pipeline, microbatches of a replica); sets args.microbatch.
     """
-    pp_size, dp_size, _, layers = check_pp(args, world_size, ("interleaved", "zero-bubble"))
+    pp_size, dp_size, _, counts = check_pp(args, world_size, ("interleaved", "zero-bubble"))
     by_default = args.microbatch is None
     check_args(args, dp_size)
-    num_stages, share = len(layers), args.batch // dp_size
+    num_stages, share = len(counts), args.batch // dp_size
     suits = choose_microbatch(args.schedule, share, num_stages, pp_size)
     args.microbatch = suits if by_default else args.microbatch
-    if not can_schedule(args.schedule, count := share // args.microbatch, num_stages, pp_size):
-        needed = f"{num_stages} or more" if args.schedule == "1f1b" else f"a multiple of {count // pp_size}"
+    if not can_schedule(args.schedule, num_microbatches := share // args.microbatch, num_stages, pp_size):
+        needed = f"{num_stages} or more" if args.schedule == "1f1b" else f"a multiple of {num_microbatches // pp_size}"
         way_out = f"--microbatch {suits}, or gpipe"
         if not can_schedule(args.schedule, share // suits, num_stages, pp_size):
             way_out = f"gpipe, or a --batch of {num_stages} sequences or more for each of {dp_size} replicas"
-        raise UsageError(f"--schedule {args.schedule} with {count} microbatches, not {needed}: use {way_out}")
-    return layers, pp_size, share // args.microbatch
+        given = f"--schedule {args.schedule} with {num_microbatches} microbatches"
+        raise UsageError(f"{given}, not {needed}: use {way_out}")
+    return counts, pp_size, num_microbatches
 
 
 def count_held(modules, pp_size):

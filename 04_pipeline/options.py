@@ -1,4 +1,4 @@
-"""What train.py and from_scratch.py share: which flags go together."""
+"""What the flags allow: how the layers are split, which flags go together, which microbatch is taken without one."""
 
 import sys
 from pathlib import Path
@@ -22,19 +22,17 @@ def check_pp(args, world_size, chunked=("interleaved",)):
 
     Refuses what cannot be split, on every rank alike. chunked: the schedules that take several stages per rank.
     """
-    pp = world_size if args.pp is None else args.pp
-    if pp < 1:
-        raise UsageError(f"--pp {pp} must be above 0")
+    pp_size = world_size if args.pp is None else args.pp
+    if pp_size < 1:
+        raise UsageError(f"--pp {pp_size} must be above 0")
     chunks = (2 if args.schedule == "interleaved" else 1) if args.chunks is None else args.chunks
     if chunks < 1 or (chunks > 1 and args.schedule not in chunked):
         way_out = f"use 1 or more with {' or '.join(chunked)}, else 1"
-        raise UsageError(f"--chunks {chunks} does not go with --schedule {args.schedule} on {pp} ranks: {way_out}")
-    num_stages = pp * chunks
+        raise UsageError(f"--chunks {chunks} does not go with --schedule {args.schedule} on {pp_size} ranks: {way_out}")
+    num_stages = pp_size * chunks
     if args.layers < num_stages:
-        way_out = f"use --layers {num_stages} or fewer ranks"
-        raise UsageError(
-            f"--layers {args.layers} are fewer than {pp} ranks x {chunks} = {num_stages} stages: {way_out}"
-        )
+        fewer = f"--layers {args.layers} are fewer than {pp_size} ranks x {chunks} = {num_stages} stages"
+        raise UsageError(f"{fewer}: use --layers {num_stages} or fewer ranks")
     counts = split_by_cost(args, num_stages)
     if args.split:
         try:
@@ -46,4 +44,13 @@ def check_pp(args, world_size, chunked=("interleaved",)):
             raise UsageError(f"--split {args.split} sums to {sum(counts)} in {len(counts)} stages: use {wanted}")
     if args.save or args.resume:
         require_safetensors()
-    return pp, world_size // pp, chunks, counts
+    return pp_size, world_size // pp_size, chunks, counts
+
+
+def largest_microbatch(share, pp_size, num_stages):
+    """Returns the largest size that makes two microbatches per rank, and one per stage, of a rank's share of the batch.
+
+    Fewer would leave the stages idle for more of the time: (p - 1) / m with 1F1B.
+    """
+    most = max(1, share // max(2 * pp_size, num_stages))
+    return max(size for size in range(1, most + 1) if share % size == 0)

@@ -80,9 +80,8 @@ def save_stages(folder, run, step, weights, optimizer, scaler, ranks):
     """
     here, whole, states = dist.get_rank(), {}, {}
     # all_gather over all ranks: names and shapes of this rank's weights -> those of all
-    dist.all_gather_object(
-        everyones := [None] * dist.get_world_size(), [(name, w.shape) for name, w in weights.items()]
-    )
+    shapes = [(name, w.shape) for name, w in weights.items()]
+    dist.all_gather_object(everyones := [None] * dist.get_world_size(), shapes)
     like = next(iter(weights.values()))
     for rank in ranks:
         for name, shape in everyones[rank]:

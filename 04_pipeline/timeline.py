@@ -7,7 +7,7 @@ from statistics import median
 
 import torch.distributed as dist
 from draw import draw
-from options import check_pp
+from options import check_pp, largest_microbatch
 from schedules import bubble_formula, make_schedule, peak_activations
 from simulate import Event, bubble, render, simulate
 
@@ -25,9 +25,8 @@ def check_drawing(args):
         try:
             import matplotlib  # noqa: F401
         except ImportError:
-            raise UsageError(
-                f"--timeline {args.timeline} needs matplotlib: pip install matplotlib, or use .svg"
-            ) from None
+            way_out = "pip install matplotlib, or use .svg"
+            raise UsageError(f"--timeline {args.timeline} needs matplotlib: {way_out}") from None
 
 
 def save(lanes, path, title):
@@ -36,33 +35,32 @@ def save(lanes, path, title):
 
 def show_simulation(args, rank, world_size, _):
     """Prints the schedule of these flags, and its bubble; draws it, too, with --timeline. One process is enough."""
-    pp, _, chunks, _ = check_pp(args, args.pp or world_size)
+    pp_size, _, chunks, counts = check_pp(args, args.pp or world_size)
     check_drawing(args)
-    if not 0 < (args.microbatch or args.batch) <= args.batch or args.batch % (args.microbatch or args.batch):
-        raise UsageError(f"--microbatch {args.microbatch} must divide --batch {args.batch}: use 1, say")
-    num_microbatches = args.batch // (args.microbatch or args.batch)
+    size = largest_microbatch(args.batch, pp_size, len(counts)) if args.microbatch is None else args.microbatch
+    if not 0 < size <= args.batch or args.batch % size:
+        raise UsageError(f"--microbatch {size} must divide --batch {args.batch}: use 1, say")
+    num_microbatches = args.batch // size
     try:
         *costs, send = (float(word) for word in args.simulate.split(","))
         costs = dict(zip("FBW", costs, strict=True))
         if min(*costs.values(), send) < 0 or min(costs["F"], costs["B"]) == 0:
             raise ValueError
     except ValueError:
-        raise UsageError(
-            f"--simulate {args.simulate} must be four costs F,B,W,SEND, F and B above 0: 1,1,1,0"
-        ) from None
+        needed = "four costs F,B,W,SEND, F and B above 0: 1,1,1,0"
+        raise UsageError(f"--simulate {args.simulate} must be {needed}") from None
     dist.barrier()  # over all ranks: who left before would break the set-up of those that are still in it
     if rank:
         return
-    schedule = make_schedule(args.schedule, pp, num_microbatches, chunks)
+    schedule = make_schedule(args.schedule, pp_size, num_microbatches, chunks)
     events = simulate(schedule, {kind: cost / chunks for kind, cost in costs.items()}, send)
-    formula = bubble_formula(args.schedule, pp, num_microbatches, chunks, *costs.values())
+    formula = bubble_formula(args.schedule, pp_size, num_microbatches, chunks, *costs.values())
     held = max(map(peak_activations, schedule))
     print(render(events, 100))
-    print(
-        f"bubble {bubble(events):.1%}, by the formula without sends {float(formula):.1%}; a rank holds {held} at most"
-    )
+    shares = f"bubble {bubble(events):.1%}, by the formula without sends {float(formula):.1%}"
+    print(f"{shares}; a rank holds {held} at most")
     if args.timeline:
-        save({args.schedule: events}, args.timeline, f"{pp} ranks, {num_microbatches} microbatches, simulated")
+        save({args.schedule: events}, args.timeline, f"{pp_size} ranks, {num_microbatches} microbatches, simulated")
 
 
 def draw_timeline(record, schedule, ranks, path, name):

@@ -37,7 +37,7 @@ def parse_args():
     add = (parser := argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)).add_argument
     add("--steps", type=int, default=100, help="optimizer steps")
     add("--batch", type=int, default=32, help="global batch in sequences, shared by the ranks")
-    add("--microbatch", type=int, help="sequences per forward on one rank; default: two microbatches per stage")
+    add("--microbatch", type=int, help="sequences per forward on one rank; default: two microbatches per rank")
     add("--seq-len", type=int, default=128, help="tokens (bytes) per sequence")
     for flag, default in (("--dim", 128), ("--layers", 4), ("--heads", 4), ("--kv-heads", 2), ("--seed", 0)):
         add(flag, type=int, default=default)
@@ -196,19 +196,19 @@ class StageModule(nn.Module):
 
 # ---- main ----
 def train_with_pipelining(args, rank, world_size, device):
-    layers, pp_size, num_microbatches = check_stages(args, world_size, check_args)
+    counts, pp_size, num_microbatches = check_stages(args, world_size, check_args)
     windows, cuda = read_windows(args.data, args.seq_len, args.batch), device.type == "cuda"
-    dp_size, num_stages, tokens = world_size // pp_size, len(layers), args.batch * args.seq_len
+    dp_size, num_stages, tokens = world_size // pp_size, len(counts), args.batch * args.seq_len
     # pp: neighbours. A rank waits for the next stage in every microbatch, for the other replicas once per step.
-    mesh, limit = torch.arange(world_size).view(dp_size, pp_size), timedelta(seconds=args.timeout)
-    pp_group, _ = dist.new_subgroups_by_enumeration(mesh.tolist(), limit)  # init_device_mesh knows of no time limit
-    dp_group, _ = dist.new_subgroups_by_enumeration(mesh.T.tolist(), limit)
+    ranks, timeout = torch.arange(world_size).view(dp_size, pp_size), timedelta(seconds=args.timeout)
+    pp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)  # init_device_mesh knows of no time limit
+    dp_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
     dp_rank, pp_rank = divmod(rank, pp_size)
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
     sizes = [args.dim, args.layers, args.heads, args.kv_heads, 256]
     with torch.device("meta"):  # shapes only: no rank ever holds the whole model
         whole = Llama(*sizes).to(dtype)
-        modules = [StageModule(whole, *ends, args, device) for ends in pairwise([0, *accumulate(layers)])]
+        modules = [StageModule(whole, *ends, args, device) for ends in pairwise([0, *accumulate(counts)])]
     params, states = count_held(modules, pp_size)
     # Stage s is on rank s % pp_size: with --chunks a microbatch goes round the ranks several times.
     stages = []
@@ -219,7 +219,7 @@ def train_with_pipelining(args, rank, world_size, device):
     names = {name: p for stage in stages for name, p in stage.submod.named_parameters()}  # a shared one is there once
     weights, tied = list(names.values()), []
     if args.tie and pp_size > 1:
-        tie_group, _ = dist.new_subgroups_by_enumeration(mesh[:, [0, -1]].tolist(), limit)
+        tie_group, _ = dist.new_subgroups_by_enumeration(ranks[:, [0, -1]].tolist(), timeout)
         tied = [stage.submod.model.embed_tokens.weight for stage in stages if stage.is_first or stage.is_last]
     counted = [p for p in weights if pp_rank == 0 or p not in set(tied)]  # the norm has a tied weight once
     fused = cuda and args.dtype != "float16"  # the fused one wants ShardedGradScaler's flag in another shape
@@ -236,10 +236,10 @@ def train_with_pipelining(args, rank, world_size, device):
 
     schedule = build_schedule(args.schedule, stages, num_microbatches, loss_of)
     run = dict(windows=len(windows), batch=args.batch, seq_len=args.seq_len, seed=args.seed, sizes=sizes, tied=args.tie)
-    start = 0
+    first = 0
     if args.resume and (args.resume != args.save or Path(args.resume, "model.safetensors").exists()):
-        start = load_stages(args.resume, run, names, optimizer, scaler)
-    metrics = open(args.metrics if rank == 0 else os.devnull, "a" if start else "w")
+        first = load_stages(args.resume, run, names, optimizer, scaler)
+    metrics = open(args.metrics if rank == 0 else os.devnull, "a" if first else "w")
 
     def report(step, values, copied, seconds):
         copied.synchronize() if cuda else None
@@ -255,7 +255,7 @@ def train_with_pipelining(args, rank, world_size, device):
     log(f"torch {torch.__version__} | {dist.get_backend()} | {device.type} | dp {dp_size} x pp {pp_size} | {plan}")
     log(" step |   loss | grad_norm | tokens/s")
     late, clock = [], time.perf_counter()
-    for step in range(start + 1, args.steps + 1):
+    for step in range(first + 1, args.steps + 1):
         # The stages of a replica take the same sequences: (B/dp, T + 1)
         mine = global_batch(windows, args.batch, args.seed, step - 1)[dp_rank::dp_size]
         text = (mine.pin_memory() if cuda else mine).to(device, non_blocking=True).long()
@@ -286,8 +286,8 @@ def train_with_pipelining(args, rank, world_size, device):
         while len(late) > (step < args.steps):  # one step late; at the end, all
             report(*late.pop(0))
     if args.save:
-        save_stages(args.save, run, max(start, args.steps), names, optimizer, scaler, mesh[0].tolist())
-    log(f"layers per stage {layers}, parameters per rank {params}")
+        save_stages(args.save, run, max(first, args.steps), names, optimizer, scaler, ranks[0].tolist())
+    log(f"layers per stage {counts}, parameters per rank {params}")
 
 
 def main():

@@ -12,6 +12,7 @@ import torch.distributed.fsdp  # this and what the library needs once here, not 
 import torch.distributed.pipelining
 from runner import ROOT, run
 from safetensors.torch import load_file
+from stall import ALIVE, STALL
 
 TRAIN, FROM_SCRATCH = SCRIPTS = ["04_pipeline/train.py", "04_pipeline/from_scratch.py"]
 # Sums in another order differ by some 1e-16 (float64) per operation, and there are thousands.
@@ -22,7 +23,7 @@ HALF_TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3}
 STEPS, BATCH, SEQ_LEN = 2, 48, 16
 SIZES = {"dim": 16, "heads": 2, "kv_heads": 1}
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
-LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]  # ranks of a pipeline, replicas
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]  # ranks of a pipeline, replicas
 MICROBATCHES = [1, 3, 4, 8]
 # (schedule, microbatches, tied). A pipeline alone takes each schedule with each number, tied and untied in turn: so
 # every two of these values meet. One rank, which waits for nobody, and replicas, which know nothing of each other
@@ -255,16 +256,22 @@ def test_peak_of_activations_is_the_schedules_own_count(base, tmp_path):
         assert abs(got - (4 - rank) * expected) <= indices
 
 
+@pytest.mark.parametrize(("batch", "held"), [(8, 4), (6, 6), (2, 2)])
+def test_without_a_flag_there_are_two_microbatches_per_rank_or_more(batch, held, base):
+    """GPipe holds all of them. A batch of 6 has no 4 equal parts."""
+    flags = [*base, "--steps", 1, "--batch", batch, "--schedule", "gpipe"]
+    assert f"at most {held} microbatches held by a rank" in run(FROM_SCRATCH, *flags, nproc=2).check().outputs[0]
+    simulated = run(FROM_SCRATCH, *flags, "--pp", 2, "--simulate").check().outputs[0]
+    assert f"a rank holds {held} at most" in simulated
+
+
 # ---- faults ----
 HANG = """            if step == Step("{kind}", {stage}, {microbatch}) and number == 2:
                 import fcntl, os, __main__
                 {how}
                 os.kill(os.getpid(), 9)
             key, received"""
-# Code, error of the other rank. The one that stalls waits for a lock that the other one holds as long as it lives; then
-# torchrun would kill it.
-HOW = {"dies": ("pass", ""), "stalls": ("fcntl.flock(__main__.alive, fcntl.LOCK_EX)", "Timed out")}
-ALIVE = "import fcntl\n\nalive = open(__file__)\nfcntl.flock(alive, fcntl.LOCK_SH)\n\n\n# ---- config"
+HOW = {"dies": ("pass", ""), "stalls": (STALL.format("__main__."), "Timed out")}  # code, error of the other rank
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -278,13 +285,33 @@ ALIVE = "import fcntl\n\nalive = open(__file__)\nfcntl.flock(alive, fcntl.LOCK_S
 def test_stage_that_dies_or_stalls_ends_the_job_and_is_named(kind, stage, line, how, plant, base):
     code, error = HOW[how]
     hang = HANG.format(kind=kind, stage=stage, microbatch=1, how=code)
-    script = plant(FROM_SCRATCH, ("# ---- config", ALIVE), ("executor.py", "            key, received", hang))
+    script = plant(FROM_SCRATCH, ALIVE, ("executor.py", "            key, received", hang))
     flags = [*base, "--layers", 4, "--microbatch", 12, "--timeout", 4]
     result = run(script, *flags, nproc=2)
     other = 1 - stage
     assert result.codes[other] == 1
     # A rank that dies takes along what it has just begun to send: the microbatch before.
-    assert re.search(f"RuntimeError: {line}.*{error}", result.outputs[other])
+    assert re.search(f"RuntimeError: {line}.*{error}", result.outputs[other]), result.outputs[other]
+
+
+STORE = "dist.distributed_c10d._get_default_store()"
+LATE = f"""        if self.number == 2:
+            import fcntl, __main__
+            {STORE}.set("received", "")
+            {STALL.format("__main__.")}
+        self.post(edge)
+        return buffer"""
+
+
+def test_stage_that_died_before_its_neighbour_asks_for_more_is_named(plant, base):
+    """The neighbour has the first microbatch, and asks for the second when nobody is there: torch refuses at once."""
+    dies = HANG.format(kind="F", stage=0, microbatch=1, how=f'{STORE}.wait(["received"])')
+    late = ("executor.py", "        self.post(edge)\n        return buffer", LATE)
+    script = plant(FROM_SCRATCH, ALIVE, ("executor.py", "            key, received", dies), late)
+    result = run(script, *base, "--layers", 4, "--microbatch", 12, "--timeout", 4, nproc=2)
+    assert result.codes == [-9, 1]
+    line = "in step 2 rank 1 waited for the input of microbatch 1, stage 1, from rank 0: .*Connection closed"
+    assert re.search(f"RuntimeError: {line}", result.outputs[1]), result.outputs[1]
 
 
 # ---- proof that these tests see ----
@@ -293,7 +320,7 @@ FAULTS = {
     "last microbatch dropped": [
         ("// args.microbatch, num_chunks)", "// args.microbatch - 1, num_chunks)")],
     "tied gradient not summed": [("dist.all_reduce(tied.grad, group=tie_group)", "pass"), "--tie"],
-    "tied weight counted twice": [("if w is not tied or place == 0]  # of", "]  # of"), "--tie"],
+    "tied weight counted twice": [("if w is not tied or pp_rank == 0]  # of", "]  # of"), "--tie"],
     "tied weights that start apart": [("stages.py", "init(twin, seed)", "pass"), "--tie"],
     "activations of another microbatch": [
         ("executor.py", "                out = y.detach()", "                out = held[min(held)][1].detach()")],

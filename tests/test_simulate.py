@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from runner import ROOT
 
 sys.path.append(str(ROOT / "04_pipeline"))
-from draw import draw
+from draw import LEFT, WIDTH, draw
 from schedules import SCHEDULES, Step, bubble_formula, gpipe, interleaved, make_schedule, one_f_one_b, zero_bubble
 from schedules import __doc__ as schedules_docstring
 from simulate import Event, bubble, makespan, render, simulate
@@ -210,12 +210,12 @@ def test_svg_has_a_box_for_each_event_in_its_place(tmp_path):
     assert {*lanes, 'a "title" <with> &', "forward", "backward", "gradient of the weights", "idle"} <= set(texts)
     events = [event for events in lanes.values() for event in events]
     assert {"0", "1", "2", "3", "4"} <= set(texts)
-    scale = 1000 / max(makespan(events) for events in lanes.values())
+    scale = WIDTH / max(makespan(events) for events in lanes.values())
     tops = {}
     for box, event in zip(boxes, events, strict=True):
         kind, stage, i = event.step
         assert box.findtext(f"{SVG}title").startswith(f"{kind} stage {stage} microbatch {i}: {float(event.start):g} to")
-        assert float(box.get("x")) == pytest.approx(64 + event.start * scale, abs=0.01)
+        assert float(box.get("x")) == pytest.approx(LEFT + event.start * scale, abs=0.01)
         assert float(box.get("width")) == pytest.approx((event.end - event.start) * scale, abs=0.01)
         tops.setdefault(box.get("y"), set()).add(event.rank)
     assert len(tops) == 9  # 3 pictures of 3 ranks
@@ -237,7 +237,7 @@ def test_measured_events_of_all_kinds_are_drawn(tmp_path):
     draw({"measured": events}, tmp_path / "a.svg", "times of a clock that did not begin at 0")
     boxes, _ = rectangles(tmp_path / "a.svg")
     assert len({box.get("fill") for box in boxes}) == len(kinds)
-    assert float(boxes[0].get("x")) == 64
+    assert float(boxes[0].get("x")) == LEFT
 
 
 def test_png_is_drawn_by_matplotlib(tmp_path):
