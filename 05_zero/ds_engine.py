@@ -5,6 +5,7 @@ Each of these differs from stage to stage, and there is no one call for it. Writ
 
 import argparse
 import contextlib
+import gc
 import io
 import os
 import shutil
@@ -20,14 +21,20 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the repository root
 from common.process_group import UsageError  # copied this folder out? copy common/ beside it or into it
 
 
-def import_deepspeed(device, timeout):
-    """Returns the module, joined to the process group that is there already, without a word and without a compiler."""
-    if device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # else it warns that it found no accelerator, and may take another one
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed reads it, python alone does not set it
+def import_early(device):
+    """Imports DeepSpeed before there is a process group, which its default arguments would hold for good (let_go)."""
     # FutureWarning: torch 2.13 renamed two collectives, DeepSpeed calls them by their old names, which still work.
     renamed = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     warnings.filterwarnings("ignore", renamed, FutureWarning)
+    with contextlib.suppress(ValueError, ImportError):  # no number, no DeepSpeed: told where it ends all ranks
+        if device == "cpu" or torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+            os.environ["DS_ACCELERATOR"] = "cpu"  # else it warns that it found no accelerator, and may take another one
+        import deepspeed.ops  # noqa: F401
+
+
+def join_group(device, timeout):
+    """Returns the module, joined to the process group that is there already, without a word and without a compiler."""
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed reads it, python alone does not set it
     try:
         import deepspeed.ops
     except ImportError as error:
@@ -38,6 +45,18 @@ def import_deepspeed(device, timeout):
     # It does make one later, a copy, in which a rank would wait half an hour for another.
     deepspeed.comm.comm.cdb.new_group = lambda ranks: dist.new_group(ranks, timedelta(seconds=timeout))
     return deepspeed
+
+
+def let_go(engine):
+    """Ends the engine and whatever of it knows the process group: gloo's threads would live on and abort the exit."""
+    from deepspeed.utils import groups
+
+    engine.destroy()
+    groups._WORLD_GROUP = None
+    offload = [engine.optimizer.parameter_offload] if hasattr(engine.optimizer, "parameter_offload") else []
+    for part in (*engine.module.parameters(), *offload, engine.optimizer, engine):
+        vars(part).clear()  # hooks in autograd keep these objects for good
+    gc.collect()
 
 
 def adam(model, args):

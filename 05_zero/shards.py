@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded import begin_checkpoint, find_checkpoint, finish_checkpoint
+from parts import begin_checkpoint, find_checkpoint, finish_checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 

@@ -19,14 +19,15 @@ import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
+import ds_engine
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from checkpoint import require_safetensors, write_model
 from ds_bytes import gradient_bytes, state_bytes, watch_gradients
 from ds_config import make_config
-from ds_engine import adam, full_weights, import_deepspeed, load_engine, missing_scale, total_norm, undo_step_zero
-from sharded import begin_checkpoint, find_checkpoint, finish_checkpoint
+from ds_engine import adam, full_weights, join_group, load_engine, missing_scale, total_norm, undo_step_zero
+from parts import begin_checkpoint, find_checkpoint, finish_checkpoint
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -203,7 +204,7 @@ def train_with_deepspeed(args, rank, world_size, device):
     check_args(args, world_size)
     if args.save or args.resume:
         require_safetensors()
-    deepspeed, cuda = import_deepspeed(device, args.timeout), device.type == "cuda"
+    deepspeed, cuda = join_group(device, args.timeout), device.type == "cuda"
     config = make_config(args, world_size, cuda)
     windows = read_windows(args.data, args.seq_len, args.batch)
     sizes = [args.dim, args.layers, args.heads, args.kv_heads, 256]
@@ -282,13 +283,14 @@ def train_with_deepspeed(args, rank, world_size, device):
         save_engine(engine, args, run, max(first, args.steps), rank)
     held = held or [0, *state_bytes(engine)]  # resumed where it ended
     log(f"{held[1]:,} bytes of parameters, {held[0]:,} of gradients, {held[2]:,} of optimizer states on each rank")
-    engine.destroy()
+    ds_engine.let_go(engine)
 
 
 def main():
     args = parse_args()
     if local_size := os.environ.get("LOCAL_SIZE"):  # the deepspeed launcher's word for torchrun's
         os.environ.setdefault("LOCAL_WORLD_SIZE", local_size)
+    ds_engine.import_early(args.device)
     with process_group(args.device, args.timeout) as (rank, _, world_size, device):
         train_with_deepspeed(args, rank, world_size, device)
 
