@@ -116,7 +116,7 @@ class Cluster:
             shaped = " ".join(map(str, token_bucket("eth0", rate))) if bridge and rate else ":"
             boot = ["sh", "-ec", BOOT, "sh", f"node{node}", f"10.77.0.{node + 1}/24", shaped, *self.command(node)]
             self.nodes[node] = started = subprocess.Popen(
-                ["unshare", "-n", "-u", "-m", "-p", "-f", "--kill-child", *boot],
+                ["unshare", "-n", "-u", "-m", "-p", "-f", "--mount-proc", "--kill-child", *boot],
                 env=env | {"NODE_RANK": str(node)},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch.distributed as dist
 from checkpoint import write_aside
 from model import RopeScaling
+from parallel import own_slices
 from torch.distributed.tensor import DTensor, Replicate
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the repository root, searched last
@@ -112,16 +113,10 @@ def config_json(config, like, dtype):
 
 # ---- files to shards ----
 def own_part(weight):
-    """Returns (this rank's part of a weight, the slices of the whole that it is).
-
-    With both, first tp cuts the whole, then dp_shard the rows of tp's piece, each in pieces of ceil(size / ranks). DCP
-    asks a DTensor the same question.
-    """
-    if not isinstance(weight, DTensor):
-        return weight.detach(), tuple(slice(0, size) for size in weight.shape)
-    (chunk,) = weight.__create_chunk_list__()
-    where = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
-    return weight.detach().to_local(), tuple(where)
+    """Returns (this rank's part of a weight, the slices of the whole that it is)."""
+    if isinstance(weight, DTensor):
+        return weight.detach().to_local(), own_slices(weight)
+    return weight.detach(), tuple(slice(0, size) for size in weight.shape)
 
 
 def files_by_name(folder):

@@ -156,16 +156,17 @@ def build_hybrid_stage(config, first, last, mesh, args, device_type):
 
 
 # ---- weights ----
-def cut(whole, weight):
-    """Returns the part of a whole tensor that is this rank's of a DTensor: tp's part first, of that dp's rows."""
-    place = weight.device_mesh.get_coordinate()
+def own_slices(weight):
+    """Returns the slices of the whole tensor that are this rank's of a DTensor: tp's part first, of that dp's rows."""
+    place, where = weight.device_mesh.get_coordinate(), [slice(0, size) for size in weight.shape]
     for axis in reversed(range(weight.device_mesh.ndim)):  # tp is the last
         if not weight.placements[axis].is_replicate():
             dim, parts = weight.placements[axis].dim, weight.device_mesh.size(axis)
-            size = -(-whole.shape[dim] // parts)  # the last parts may be shorter, or empty
-            start = min(place[axis] * size, whole.shape[dim])
-            whole = whole.narrow(dim, start, min(size, whole.shape[dim] - start))
-    return whole
+            start, stop = where[dim].start, where[dim].stop
+            size = -(-(stop - start) // parts)  # the last parts may be shorter, or empty
+            start = min(start + place[axis] * size, stop)
+            where[dim] = slice(start, min(start + size, stop))
+    return tuple(where)
 
 
 def fill(stage, config, seed, device):
@@ -178,7 +179,7 @@ def fill(stage, config, seed, device):
         source = "model.embed_tokens.weight" if config.tied and name == "lm_head.weight" else name
         shape, generator = weight.shape, torch.Generator().manual_seed(seed + zlib.crc32(source.encode()))
         whole = torch.randn(shape, generator=generator).mul_(0.02) if len(shape) > 1 else torch.ones(shape)
-        mine = cut(whole, weight).to(device, weight.dtype, copy=True, memory_format=torch.contiguous_format)
+        mine = whole[own_slices(weight)].to(device, weight.dtype, copy=True, memory_format=torch.contiguous_format)
         del whole
         how = dict(shape=shape, stride=weight.stride())
         shard = DTensor.from_local(mine, weight.device_mesh, weight.placements, run_check=False, **how)

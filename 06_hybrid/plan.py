@@ -16,7 +16,7 @@ from plan_search import EQUAL, Plan, explain_try, first_tries, search_layouts
 from plan_tables import RECIPES, Job, Layout, UsageError, load_tables, read_links
 from plan_time import step_seconds
 
-PRESETS = {  # the names of train.py's --preset, where they are others
+PRESETS = {  # of our models those that train.py has -> their names there, for --preset
     "llama3.1-405b": "llama3-405b",
     **{name: name for name in ("llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b")},
 }
@@ -60,13 +60,8 @@ def parse_args():
     add("--nic-gb-s", type=float, help="of one GPU to other nodes, one direction; default: the table's")
     add("--seq-len", type=int, default=4096, help="tokens per sequence")
     add("--batch", type=int, default=1024, help="global batch in sequences")
-    add(
-        "--precision",
-        choices=("bf16", "fp16", "fp8", "fp4", "fp32"),
-        nargs="+",
-        default=["bf16"],
-        help="of the matmuls",
-    )
+    precisions = ("bf16", "fp16", "fp8", "fp4", "fp32")
+    add("--precision", choices=precisions, nargs="+", default=["bf16"], help="of the matmuls")
     add("--recipe", choices=tuple(RECIPES), default="18", help="bytes per parameter of weights, gradients and states")
     add("--eager", action="store_true", help="PyTorch's own kernels, without torch.compile, and F.cross_entropy")
     add("--no-flash", action="store_true", help="attention that keeps its scores in memory")
@@ -90,9 +85,8 @@ def pick(flag, name, table, files):
     """Returns the row of a table, or refuses with the names that begin alike."""
     if name not in table:
         near = [other for other in table if name[:4].lower() in other] or list(table)
-        raise UsageError(
-            f"{flag} {name} is none of {len(table)}: use {', '.join(near[:8])}, or a table of yours, {files}"
-        )
+        way_out = f"use {', '.join(near[:8])}, or a table of yours, {files}"
+        raise UsageError(f"{flag} {name} is none of {len(table)}: {way_out}")
     return table[name]
 
 
@@ -107,14 +101,12 @@ def make_job(args, precision):
     model = pick("--model", args.model, models, "--models FILE")
     gpu = pick("--gpu", args.gpu, gpus, "--hardware FILE")
     if model.experts > 1 or model.family in ("bert", "t5"):
-        raise UsageError(
-            f"--model {model.name} has experts or is no decoder: layouts are planned for dense decoders only"
-        )
+        why = "layouts are planned for dense decoders only"
+        raise UsageError(f"--model {model.name} has experts or is no decoder: {why}")
     per_node = min(args.gpus, args.gpus_per_node or min(gpu.link_gpus, 8))
     if args.gpus % per_node:
-        raise UsageError(
-            f"--gpus {args.gpus} are not whole nodes of {per_node}: use {-(-args.gpus // per_node) * per_node}"
-        )
+        whole = -(-args.gpus // per_node) * per_node
+        raise UsageError(f"--gpus {args.gpus} are not whole nodes of {per_node}: use {whole}")
     gpu.peak_flops(precision)  # refuses a precision that it does not have
     if gpu.attention_fraction is None and precision == "bf16":
         raise UsageError(f"--precision bf16: {gpu.name} has none; use fp16")
@@ -150,9 +142,8 @@ def make_layout(job, sizes):
         product = f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {layout.size}"
         raise UsageError(f"--explain: {product}, but --gpus {job.num_gpus}: use sizes whose product that is")
     if job.batch % (layout.dp * layout.microbatch):
-        raise UsageError(
-            f"--batch {job.batch} is no multiple of dp {layout.dp} x microbatch {layout.microbatch}: use another"
-        )
+        factors = f"dp {layout.dp} x microbatch {layout.microbatch}"
+        raise UsageError(f"--batch {job.batch} is no multiple of {factors}: use another")
     if layout.zero > 3 or layout.pp * layout.chunks > job.model.layers or layout.dp * layout.cp % layout.replicas:
         why = f"zero {layout.zero}, {layout.pp} x {layout.chunks} stages, {layout.replicas} replicas"
         way_out = f"use zero 0 to 3, at most {job.model.layers} stages, and replicas that divide dp"
@@ -181,10 +172,8 @@ def figures(job, plan, args):
 
 
 def name_layout(layout):
-    words = [
-        f"{axis} {size}" for axis, size in zip(("tp", "pp", "cp", "dp"), (layout.tp, layout.pp, layout.cp, layout.dp))
-    ]
-    text = " x ".join(word for word in words if not word.endswith(" 1")) or "1 GPU"
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "dp")}
+    text = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 GPU"
     more = [f"ZeRO-{layout.zero}"] if layout.zero else []
     more += [f"{layout.replicas} replicas"] * (layout.replicas > 1) + [f"{layout.chunks} chunks"] * (layout.chunks > 1)
     more += [f"microbatch {layout.microbatch}"]
@@ -231,12 +220,8 @@ def launch_lines(job, best, margin):
     if not found.plans:
         return lines
     slower, layout = found.plans[0].seconds["total"] / best.seconds["total"], found.plans[0].layout
-    return [
-        *lines,
-        f"# of those it can, {name_layout(layout)}: {slower:.2f} times as long",
-        train_command(job, layout),
-        *notes,
-    ]
+    lines += [f"# of those it can, {name_layout(layout)}: {slower:.2f} times as long"]
+    return [*lines, train_command(job, layout), *notes]
 
 
 def print_table(args, planned):
@@ -254,33 +239,30 @@ def print_table(args, planned):
 def print_terms(job, plan, args):
     """--explain: every term of memory, for the first and the last stage, and of time."""
     layout = plan.layout
-    ends = [stage_memory(job, layout, stage) for stage in sorted({0, layout.pp - 1})]
+    ends = {stage: stage_memory(job, layout, stage) for stage in sorted({0, layout.pp - 1})}
     print(f"{name_layout(layout)}: {layout.microbatches(job.batch)} microbatches a step")
-    print("GB held      |" + "".join(f" {f'stage {stage}':>8} |" for stage in sorted({0, layout.pp - 1})))
+    print("GB held      |" + "".join(f" {f'stage {stage}':>8} |" for stage in ends))
     for part in ends[0]:
-        print(
-            f"{part:12} |" + "".join(f" {end[part] / 1e9:8.2f} |" for end in ends) + f" {TERMS.get(part, '')}".rstrip()
-        )
+        held = "".join(f" {end[part] / 1e9:8.2f} |" for end in ends.values())
+        print(f"{part:12} |{held} {TERMS.get(part, '')}".rstrip())
     print("s a step     |")
     for part, seconds in plan.seconds.items():
         formula = TERMS.get(part, "") if part != "optimizer" else "34 bytes a parameter over the memory's bandwidth"
         print(f"{part:12} | {seconds:8.4g} | {seconds / plan.seconds['total']:4.0%} | {formula}".rstrip())
     if layout.offload != "none":
-        print(f"offloading takes {host_bytes(job.model, job, layout) / 1e9:,.0f} GB of each node's own memory")
+        print(f"offloading takes {host_bytes(job, layout) / 1e9:,.0f} GB of each node's own memory")
 
 
 def refuse(job, found, args):
     """Raises the UsageError of a job of which no layout fits: the least memory, and how many GPUs would do."""
     margin = args.margin
     if found.smallest is None and args.fix:
-        raise UsageError(
-            f"--fix {args.fix}: none of the layouts of {job.num_gpus} GPUs has these sizes; leave some out"
-        )
+        why = f"none of the layouts of {job.num_gpus} GPUs has these sizes"
+        raise UsageError(f"--fix {args.fix}: {why}; leave some out")
     if found.smallest is None:
         way_out = f"use --batch {job.num_gpus}, or other --gpus"
-        raise UsageError(
-            f"no layout divides {job.num_gpus} GPUs, a batch of {job.batch} and {job.model.name}: {way_out}"
-        )
+        what = f"{job.num_gpus} GPUs, a batch of {job.batch} and {job.model.name}"
+        raise UsageError(f"no layout divides {what}: {way_out}")
     needs = f"{found.smallest.memory['total'] / 1e9:.1f} GB at least, with {name_layout(found.smallest.layout)}"
     for doublings in range(1, 13) if not args.fix else ():
         number = job.num_gpus * 2**doublings
@@ -333,12 +315,7 @@ def answer(args):
         draw_plans(args.plot, job, plans, [name_layout(plan.layout) for plan in plans], describe(job), args.margin)
     if args.json:
         rows = [
-            {
-                "layout": plan.layout._asdict(),
-                "precision": job.precision,
-                "memory": plan.memory,
-                "seconds": plan.seconds,
-            }
+            dict(layout=plan.layout._asdict(), precision=job.precision, memory=plan.memory, seconds=plan.seconds)
             | figures(job, plan, args)
             for job, plan in planned
         ]
@@ -356,7 +333,7 @@ def answer(args):
         print_table(args, planned)
         print("\n".join(tries))
         if best.layout.offload != "none":
-            print(f"offloading takes {host_bytes(job.model, job, best.layout) / 1e9:,.0f} GB of each node's own memory")
+            print(f"offloading takes {host_bytes(job, best.layout) / 1e9:,.0f} GB of each node's own memory")
     print("\n".join(launch))
 
 

@@ -3,6 +3,8 @@
 White ground and dark letters whatever page it lies on. Colours: Okabe and Ito, Color Universal Design, 2008.
 """
 
+import textwrap
+
 from plan_memory import capacity_bytes
 from plan_search import search_layouts
 from plan_tables import UsageError
@@ -54,7 +56,7 @@ def stack(axes, names, series, unit):
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel(unit)
-    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False, fontsize=8)
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.24), frameon=False, fontsize=9)
 
 
 def draw_plans(path, job, plans, names, title, margin):
@@ -63,14 +65,14 @@ def draw_plans(path, job, plans, names, title, margin):
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"--plot {path} needs matplotlib: pip install matplotlib ({error})") from None
-    figure = Figure(figsize=(11, 9.5), dpi=120, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(7.5, 9.5), dpi=160, facecolor="white", layout="constrained")
     memory, time, scale = figure.subplots(3, 1, height_ratios=(1, 1, 0.9))
     parts = {part: (colour, [p.memory[part] / 1e9 for p in plans]) for part, colour in MEMORY_COLOURS.items()}
     stack(memory, names, parts, "GB on a GPU of the fullest stage")
     card, usable = job.gpu.memory_bytes / 1e9, capacity_bytes(job, margin) / 1e9
     for where, text in ((card, "card"), (usable, f"{1 - margin:.0%}")):
         memory.axvline(where, color="black", linewidth=1, linestyle="--")
-        memory.text(where, -0.55, text, ha="center", va="bottom", fontsize=8)
+        memory.text(where, -0.55, text, ha="center", va="bottom", fontsize=9)
     sums = {
         name: (colour, [sum(p.seconds.get(part, 0.0) for part in group) for p in plans])
         for name, (colour, group) in TIME_COLOURS.items()
@@ -83,18 +85,18 @@ def draw_plans(path, job, plans, names, title, margin):
     ideal = [first[1] * number / first[0] for number, _ in points]
     scale.loglog([number for number, _ in points], ideal, "--", color="#999999", base=2, label="proportional")
     for (number, rate), best in zip(points, ideal):
-        scale.annotate(f"{rate / best:.0%}", (number, rate), xytext=(8, -6), textcoords="offset points", fontsize=8)
+        scale.annotate(f"{rate / best:.0%}", (number, rate), xytext=(8, -6), textcoords="offset points", fontsize=9)
     scale.set_xticks([number for number, _ in points], [str(number) for number, _ in points])
     scale.set_yticks([rate for _, rate in points], [f"{rate:,.0f}" for _, rate in points])
     scale.minorticks_off()
     scale.margins(0.06)
     scale.set_xlabel(f"GPUs, all with a batch of {job.batch} sequences")
     scale.set_ylabel("tokens/s")
-    scale.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    scale.legend(frameon=False, fontsize=9)
+    figure.suptitle("\n".join(textwrap.wrap(title, 70)), fontsize=10)
     for axes in (memory, time, scale):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(labelsize=9)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

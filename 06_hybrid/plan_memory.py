@@ -55,13 +55,13 @@ def zero_bytes(params, recipe, layout, pipelined=False):
     return {"parameters": weights, "gradients": gradients, "optimizer": states}
 
 
-def host_bytes(model, job, layout):
+def host_bytes(job, layout):
     """What offloading moves to the host of one node: 16-bit weights, gradients and states of its share."""
     if layout.offload == "none":
         return 0.0
     weights, gradients, states = RECIPES[job.recipe]
     each = gradients + states + (weights if layout.offload == "all" else 0)
-    return each * model.params / job.num_gpus * job.gpus_per_node
+    return each * job.model.params / job.num_gpus * job.gpus_per_node
 
 
 # ---- activations ----
@@ -96,11 +96,12 @@ def selective_bytes(job, layout):
     layer's input, what attention returns, and the outputs of every second matmul (PyTorch's selective checkpointing, as
     torchtitan uses it): keys, attention's output matrix, one of the MLP's first two.
     """
-    model, tp, sp = job.model, layout.tp, layout.sequence_parallel
+    model, seq_len, tp, sp = job.model, job.seq_len / layout.cp, layout.tp, layout.sequence_parallel
     if not job.flash:
-        return layer_bytes(model, job.seq_len / layout.cp, layout.microbatch, tp, sp, False, job.fused, job.precision)
+        how = dict(scores=False, fused=job.fused, precision=job.precision)
+        return layer_bytes(model, seq_len, layout.microbatch, tp, sp, **how)
     inside = (2 * model.q_dim + 2 * model.kv_dim + 2 * model.ffn) / tp
-    return job.seq_len / layout.cp * layout.microbatch * (4 * model.hidden / (tp if sp else 1) + inside)
+    return seq_len * layout.microbatch * (4 * model.hidden / (tp if sp else 1) + inside)
 
 
 def in_flight(layout, num_microbatches, stage=0):
@@ -119,8 +120,8 @@ def stage_activations(job, layout, stage):
     model, seq_len, tp = job.model, job.seq_len / layout.cp, layout.tp
     count, first, last = in_flight(layout, layout.microbatches(job.batch), stage), stage == 0, stage == layout.pp - 1
     scores = 0 if job.flash else score_bytes(model, seq_len, layout.microbatch, tp) * layout.cp
-    how = layout.sequence_parallel, False, job.fused, job.precision
-    full = layer_bytes(model, seq_len, layout.microbatch, tp, *how) + scores
+    how = dict(scores=False, fused=job.fused, precision=job.precision)
+    full = layer_bytes(model, seq_len, layout.microbatch, tp, layout.sequence_parallel, **how) + scores
     split = tp if layout.sequence_parallel else 1
     inputs = 2 * seq_len * layout.microbatch * model.hidden / split  # 2sbh: a layer's input (table 2)
     kept = {"none": full, "selective": selective_bytes(job, layout), "full": inputs}[layout.recompute]

@@ -112,14 +112,14 @@ class Model(NamedTuple):
     def params(self):
         return self.layers * self.layer_params + self.embedding_params + self.head_params
 
-    def forward_flops(self, seq_len, causal=False):
+    def forward_flops(self, seq_len):
         """FLOPs of a sequence's forward: 2 per element and token, and 4 s q of attention (arXiv:2205.05198, app. A).
 
-        causal counts half of the attention's. Backward takes twice as much. Of experts, those that a token meets.
+        Attention counts whole, though a causal mask hides half of it. Of experts, those that a token meets. Backward
+        takes twice as much.
         """
         layer = self.attention_params + self.top_k * self.mlp_params
-        attention = 4 * seq_len * self.q_dim / (2 if causal else 1)
-        return seq_len * (self.layers * (2 * layer + attention) + 2 * self.vocab * self.hidden)
+        return seq_len * (self.layers * (2 * layer + 4 * seq_len * self.q_dim) + 2 * self.vocab * self.hidden)
 
 
 # ---- hardware ----
@@ -131,9 +131,7 @@ class Gpu(NamedTuple):
     fp8_tflops: float | None
     fp4_tflops: float | None
     matmul_fraction: float  # of the peak that a large matmul reaches, measured
-    attention_fraction: (
-        float | None
-    )  # of the 16-bit peak that flash attention reaches; None: before Ampere, no bf16 either
+    attention_fraction: float | None  # of the 16-bit peak, flash attention's; None: before Ampere, no bf16 either
     link: str
     link_gb_s: float  # one direction, of one GPU to those beside it
     link_gpus: int  # how many it joins

@@ -87,13 +87,12 @@ class Relay:
         self.addresses[sender] = source
         bits = 8 * (len(frame) - self.HEADER + 66 * (len(frame) // 1514))  # a large frame stands for small ones
         for node in [self.addresses[target]] if target in self.addresses else range(len(self.sockets)):
-            now = time.monotonic()
-            free = max(now - 0.002, self.sent[source], self.received[node])  # 2 ms of credit: late is not slow
             if node == source:
                 continue
-            if (
-                random.random() < max(self.loss[source], self.loss[node]) or free - now > 0.05
-            ):  # a queue of 50 ms is full
+            now = time.monotonic()
+            free = max(now - 0.002, self.sent[source], self.received[node])  # 2 ms of credit: late is not slow
+            is_full = free - now > 0.05  # a queue of 50 ms
+            if is_full or random.random() < max(self.loss[source], self.loss[node]):
                 self.lost += 1
                 continue
             free += bits / min(self.rate[source], self.rate[node])

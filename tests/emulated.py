@@ -26,7 +26,17 @@ def reason_to_skip():
 needs_namespaces = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 
 
-def cluster(*words, timeout=60, env=None):
+AS_RANK = """export RANK=$NODE_RANK WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=node0 MASTER_PORT=29500
+exec "$@"
+"""
+
+
+def one_rank_each(*words):
+    """Words for cluster(): a script as one rank on each of two nodes. No torchrun, which imports torch twice more."""
+    return ["--each", "--", "sh", "-c", AS_RANK, "sh", sys.executable, *words]
+
+
+def cluster(*words, timeout=120, env=None):
     command = [str(word) for word in [sys.executable, CLUSTER, *words]]
     env = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env)

@@ -61,6 +61,15 @@ print(subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True)
         assert said(done, node) == [f"node{node} 10.77.0.1 10.77.0.3", "2"]  # lo and eth0
 
 
+def test_a_node_sees_its_own_processes_and_no_others():
+    """Under the numbers that they have there: what watches a process reads /proc."""
+    done = each(
+        'print(os.readlink("/proc/self") == str(os.getpid()), *sorted(filter(str.isdigit, os.listdir("/proc"))))'
+    )
+    for node in range(2):
+        assert said(done, node) == ["True 1"]
+
+
 def test_exit_code_is_that_of_the_worst_node():
     done = cluster("--nodes", 3, "--each", "--", "sh", "-c", "exit $((NODE_RANK * 3))")
     assert done.returncode == 6

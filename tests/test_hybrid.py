@@ -5,8 +5,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -449,15 +447,6 @@ def test_output_names_the_mesh_and_what_a_rank_holds(base):
     assert all(output == "" for output in result.outputs[1:])
 
 
-def test_it_starts_with_torchrun(base):
-    """The flags, too: torchrun takes those that begin like its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
-    flags = map(str, [*base, "--steps", 1, "--pp", 2])
-    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert "layers per stage [1, 1], " in done.stdout
-    assert "Warning" not in done.stderr
-
-
 # ---- faults ----
 BAD = [  # ranks, flags, the line
     (4, "--pp 2 --dp 3 --tp 2", "--pp 2 x --dp 3 x --tp 2 = 12 ranks, but there are 4: use 12, or"),
@@ -489,13 +478,46 @@ BAD = [  # ranks, flags, the line
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("nproc", "flags", "line"), BAD, ids=[case[1] for case in BAD])
-def test_bad_input_ends_in_one_line_on_every_rank(nproc, flags, line, base):
-    result = run(TRAIN, *base, *flags.split(), nproc=nproc, timeout=20)
-    assert result.codes == [2] * nproc
-    for output in result.outputs:
-        assert line in output.splitlines()[-1]
-        assert "Traceback" not in output
+REFUSE = """
+import json, os, sys
+script, cases = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(script))
+import train
+with train.process_group("cpu", 20) as (rank, _, world_size, device):
+    for sys.argv in json.loads(cases):
+        try:
+            train.train_with_mesh(train.parse_args(), rank, world_size, device)
+        except (train.UsageError, SystemExit) as error:
+            print(error if isinstance(error, train.UsageError) else "exit", "refused", sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(base, tmp_path_factory):
+    """{flags: what each rank says}. One job for all of a number of ranks: a refusal comes before anything is sent."""
+    (script := tmp_path_factory.mktemp("refuse") / "refuse.py").write_text(REFUSE)
+    found = {}
+    for nproc in {nproc for nproc, *_ in BAD}:
+        cases = [flags for ranks, flags, _ in BAD if ranks == nproc]
+        words = json.dumps([[TRAIN, *map(str, base), *flags.split()] for flags in cases])
+        outputs = run(script, ROOT / TRAIN, words, nproc=nproc).check().outputs
+        assert [output.count("\nrefused\n") for output in outputs] == [len(cases)] * nproc, outputs
+        said = [output.split("\nrefused\n") for output in outputs]
+        found |= {flags: [parts[i].removesuffix("\nexit") for parts in said] for i, flags in enumerate(cases)}
+    return found
+
+
+@pytest.mark.parametrize(("flags", "line"), [case[1:] for case in BAD], ids=[case[1] for case in BAD])
+def test_bad_input_is_refused_in_one_line_on_every_rank(flags, line, refusals):
+    for said in refusals[flags]:
+        assert line in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flags", ["--pp 3", "--heads 5", "--step 5"])  # of the mesh, of the sizes, argparse's own
+def test_refused_run_ends_with_exit_code_2_and_one_line_on_every_rank(flags, base):
+    result = run(TRAIN, *base, *flags.split(), nproc=2, timeout=20)
+    assert result.codes == [2, 2]
+    assert all("error: " in output.splitlines()[-1] and "Traceback" not in output for output in result.outputs)
 
 
 def test_rank_that_stalls_ends_the_job_within_the_timeout(plant, base):

@@ -239,7 +239,7 @@ def test_page_explains_every_line_and_no_line_that_is_gone(name):
 
 # ---- the Slurm script, run ----
 EXACT = 1e-9  # float64: sums in another order differ by some 1e-16 per operation, and there are thousands
-STEPS = 100  # of 30 ms and more: a signal, sent after some, arrives long before the last
+STEPS = 70  # of 30 ms and more: a signal, sent after some, arrives long before the last
 ROWS = 3  # steps that a job makes before it is interrupted
 PATIENCE = 120  # seconds for what takes 7 on an idle machine: start two torchruns, import torch in four processes
 # Two nodes, each with a network and a host name of its own, in one set of namespaces: all of it ends with its first

@@ -6,7 +6,7 @@ from itertools import pairwise
 from math import prod
 
 import pytest
-from emulated import cluster, needs_namespaces
+from emulated import cluster, needs_namespaces, one_rank_each
 from runner import ROOT, run
 from test_hybrid import load
 
@@ -66,7 +66,7 @@ def train_each(tmp_path):
         (tmp_path / "count.py").write_text(COUNT)
         (tmp_path / "runs.json").write_text(json.dumps({name: f"{SIZES} {mesh}" for name, mesh in MESHES.items()}))
         script = tmp_path / "count.py", ROOT / HYBRID, tmp_path
-        done = cluster("--procs", 1, *flags, "--", *script, timeout=200)
+        done = cluster(*flags, *one_rank_each(*script), timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
         counts = sorted(re.findall(r"\[node(\d)\] sent (\w+) (\d+)", done.stdout))
         sent = {name: [int(size) for _, mesh, size in counts if mesh == name] for name in MESHES}
@@ -114,9 +114,9 @@ REPLICAS = [*TINY.split(), "--shard", "none"]
 
 
 def test_link_that_is_cut_for_five_seconds_holds_the_run_and_no_more(tmp_path):
-    flags = [*REPLICAS, "--steps", 100, "--metrics", tmp_path / "cut.jsonl"]
-    at = ["--at", "   10 |:cut:1", "--at", "+5:heal:1"]
-    done = cluster("--procs", 1, *at, "--", HYBRID, *flags)
+    flags = [*REPLICAS, "--steps", 30, "--metrics", tmp_path / "cut.jsonl"]
+    at = ["--at", "    9 |:cut:1", "--at", "+5:heal:1"]
+    done = cluster(*at, *one_rank_each(HYBRID, *flags))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "heal node1" in done.stderr
     run(HYBRID, *flags[:-1], tmp_path / "whole.jsonl").check()
@@ -127,7 +127,7 @@ def test_link_that_is_cut_for_five_seconds_holds_the_run_and_no_more(tmp_path):
 
 def test_link_that_stays_cut_ends_every_rank_after_its_timeout(tmp_path):
     flags = [*REPLICAS, "--steps", 1000, "--timeout", 4]
-    done = cluster("--procs", 1, "--at", "    1 |:cut:1", "--", HYBRID, *flags)
+    done = cluster("--at", "    1 |:cut:1", *one_rank_each(HYBRID, *flags))
     assert done.returncode == 1
     for node in (0, 1):
         said = [line for line in done.stdout.splitlines() if line.startswith(f"[node{node}]")]
@@ -148,7 +148,7 @@ first, steps = not os.listdir(folder), 0
 def gate(*_):
     global steps
     steps += 1
-    if first and socket.gethostname() == "node1" and steps == 45:
+    if first and socket.gethostname() == "node1" and steps == 25:
         print("stands before it dies", flush=True)
         signal.pause()
     if os.environ["WORLD_SIZE"] == "1" and steps == alone:
@@ -168,17 +168,17 @@ ELASTIC = [
 
 @pytest.mark.parametrize(
     ("script", "alone", "worlds"),
-    [(DDP, 25, ["2", "1", "2"]), (HYBRID, 0, ["2", "1"])],
+    [(DDP, 8, ["2", "1", "2"]), (HYBRID, 0, ["2", "1"])],
     ids=["02, and the node comes back", "06"],
 )
 def test_node_that_dies_costs_the_steps_since_the_checkpoint_and_no_more(script, alone, worlds, tmp_path):
-    """worlds: how many ranks there are. Those that stay go on from the last checkpoint, that of step 40; when the node
+    """worlds: how many ranks there are. Those that stay go on from the last checkpoint, that of step 20; when the node
     returns, torchrun ends them by SIGTERM, on which they save, and starts all."""
     folder = tmp_path / "saved"
     folder.mkdir()
     (tmp_path / "gate.py").write_text(GATE)
-    flags = [*(TINY.split() if script == DDP else REPLICAS), "--steps", 80, "--timeout", 20]
-    saved = ["--save", folder, "--save-every", 20, "--resume", folder, "--metrics", tmp_path / "killed.jsonl"]
+    flags = [*(TINY.split() if script == DDP else REPLICAS), "--steps", 40, "--timeout", 20]
+    saved = ["--save", folder, "--save-every", 10, "--resume", folder, "--metrics", tmp_path / "killed.jsonl"]
     at = ["--at", "before it dies:kill:1", *(["--at", "stands alone:start:1"] if alone else [])]
     words = [*ELASTIC, tmp_path / "gate.py", folder, alone, script, *flags, *saved]
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it a node that comes back waits in vain
@@ -187,6 +187,6 @@ def test_node_that_dies_costs_the_steps_since_the_checkpoint_and_no_more(script,
     assert re.findall(r"\| .*dp (\d)", done.stdout) == worlds
     steps = [0, *(json.loads(line)["step"] for line in (tmp_path / "killed.jsonl").read_text().splitlines())]
     begun = [step for before, step in pairwise(steps) if step != before + 1]
-    assert begun == [41]  # and nothing else was made twice, or left out
+    assert begun == [21]  # and nothing else was made twice, or left out
     run(script, *flags, "--metrics", tmp_path / "whole.jsonl").check()
     assert_same(read_rows(tmp_path / "killed.jsonl"), read_rows(tmp_path / "whole.jsonl"))
