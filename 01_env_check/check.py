@@ -220,9 +220,8 @@ def print_report(found: dict[str, Any], brief: bool) -> None:
     for text in [] if brief else found["pictures"]:
         print(text)
     findings = sum(line.verdict == "FINDING" for line in lines)
-    ranks = f"{found['world_size']} ranks" if found["world_size"] > 1 else "this rank"
-    well = f"all well: {ranks} can train together" if found["world_size"] > 1 else "all well: this rank can train"
-    print(f"{findings} finding{'s' * (findings > 1)}: each says what to do" if findings else well)
+    can = f"{found['world_size']} ranks can train together" if found["world_size"] > 1 else "this rank can train"
+    print(f"{findings} finding{'s' * (findings > 1)}: each says what to do" if findings else f"all well: {can}")
 
 
 # ---- main ----

@@ -221,7 +221,7 @@ def cards(device: torch.device) -> dict[str, Any]:
 
 def driver() -> str | None:
     """The NVIDIA driver's version, read from the kernel: it is known even where CUDA fails to start."""
-    found = re.search(r"Kernel Module\D*([\d.]+)", read("/proc/driver/nvidia/version") or "")
+    found = re.search(r"Kernel Module .*?(\d+\.[\d.]+)", read("/proc/driver/nvidia/version") or "")
     return found.group(1) if found else None
 
 
