@@ -2,22 +2,46 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 import reference
 import safetensors.torch
 import torch
+from gpu_results import Results
 from runner import ROOT, run
+
+hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail unless a test ran on a GPU")
+    about = "what the GPU lane measured (default gpu_results.json)"
+    parser.addoption("--gpu-results", metavar="FILE", default="gpu_results.json", help=about)
+
+
+RESULTS = pytest.StashKey[Results]()
+
+
+@pytest.fixture(scope="session")
+def results(pytestconfig: pytest.Config) -> Results:
+    """The GPU lane's recorder, headed by what the card is and what its matmuls reach."""
+    card = subprocess.run([sys.executable, ROOT / "tests/gpu_card.py"], check=True, stdout=subprocess.PIPE, timeout=120)
+    file = Path(pytestconfig.option.gpu_results)
+    pytestconfig.stash[RESULTS] = Results(file, json.loads(card.stdout))
+    return pytestconfig.stash[RESULTS]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if results := config.stash.get(RESULTS, None):
+        terminalreporter.section(f"GPU lane, kept in {results.file}")
+        terminalreporter.write_line(f"{results.table()}\n\nfor tests/GPU.md:\n\n{results.markdown()}\n")
     if config.option.require_gpu and not terminalreporter.stats.get("passed"):
         terminalreporter.write_line("no GPU test ran: this lane needs a machine with a GPU", red=True)
 
@@ -26,6 +50,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if session.config.option.require_gpu and not (reporter and reporter.stats.get("passed")):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests share what was trained: one worker runs them. A page's commands share nothing, and come last."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "test_readme.py" in nodeid else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
 
 
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}  # small, but 2 blocks: with one, some faults do not show

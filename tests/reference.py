@@ -18,9 +18,7 @@ class Run(NamedTuple):
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, Tensor]
-    drift: dict[
-        str, Tensor
-    ]  # per weight: by how much it moves, if each gradient is off by its tensor's root mean square
+    drift: dict[str, Tensor]  # by how much each moves, if its gradients are off by their tensor's root mean square
 
 
 def shapes(

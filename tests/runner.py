@@ -5,6 +5,7 @@ the store, as torchrun's agent does, so no port is picked twice. Not for CUDA (n
 """
 
 import contextlib
+import gc
 import io
 import os
 import runpy
@@ -21,7 +22,9 @@ import torch
 import torch._dynamo  # every optimizer imports it at its first step: a second saved in each run
 import torch.distributed as dist
 
+gc.set_threshold(50_000)  # the ranks inherit it: looking at young objects is a twentieth of what they do
 ROOT = Path(__file__).resolve().parents[1]
+leave = os._exit  # a planted fault may put another in its place, and a child must never go on in its parent's tests
 torch.set_num_threads(1)  # before any operation: OpenMP's threads do not survive a fork
 
 
@@ -120,4 +123,4 @@ def become(script: Path, flags: Sequence[str], variables: Mapping[str, object], 
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
+        leave(code)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import STEPS
 from runner import ROOT, run
 
 TRAIN = "02_ddp/train.py"
@@ -98,6 +99,25 @@ def test_a_job_killed_while_it_writes_leaves_the_last_checkpoint_whole(plant, tr
     assert figures(rest.rows) == figures(train(TRAIN).rows)[2:]
 
 
+SIGTERM = (
+    "        scaler.unscale_(optimizer)\n",
+    "        if step == 3 and rank == 1:\n"
+    "            os.kill(os.getpid(), signal.SIGTERM)\n"
+    "        scaler.unscale_(optimizer)\n",
+)  # fmt: skip
+
+
+def test_sigterm_to_one_rank_saves_at_one_step_on_all_and_ends(plant, flags, train, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    result = run(plant(TRAIN, SIGTERM), *flags, "--save", tmp_path, "--metrics", metrics, nproc=2)
+    assert result.codes == [128 + signal.SIGTERM] * 2, result
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"]
+    assert 3 <= saved < STEPS
+    rest, whole = train(TRAIN, "--resume", tmp_path, nproc=2), figures(train(TRAIN, nproc=2).rows)
+    assert figures(map(json.loads, metrics.read_text().splitlines())) == whole[:saved]
+    assert figures(rest.rows) == whole[saved:]
+
+
 class Job:
     """`torchrun` with two ranks of train.py, whose ranks can be sent signals."""
 
@@ -138,29 +158,11 @@ class Job:
         return self.process.returncode, output
 
 
-LONG = ["--steps", 300]  # some seconds: long enough to be hit in the middle
+LONG = ["--steps", 150]  # some seconds: long enough to be hit in the middle
 
 
-@pytest.fixture(scope="module")
-def whole(train):
-    return figures(train(TRAIN, *LONG, nproc=2).rows)
-
-
-def test_sigterm_to_one_rank_saves_at_one_step_on_all_and_ends(flags, whole, train, tmp_path):
-    job = Job(tmp_path, *flags, *LONG, "--save", tmp_path)
-    job.wait_for_step(20)
-    os.kill(job.pid(rank=1), signal.SIGTERM)
-    code, output = job.end()
-    assert code != 0
-    assert f"exitcode  : {128 + signal.SIGTERM}" in output, output
-    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"]
-    assert 20 <= saved < LONG[1]
-    assert figures(job.rows()) == whole[:saved]
-    rest = train(TRAIN, *LONG, "--resume", tmp_path, nproc=2)
-    assert figures(rest.rows) == whole[saved:]
-
-
-def test_a_rank_killed_in_mid_run_costs_nothing_but_the_steps_since_the_checkpoint(flags, whole, tmp_path):
+def test_a_rank_killed_in_mid_run_costs_nothing_but_the_steps_since_the_checkpoint(flags, train, tmp_path):
+    whole = figures(train(TRAIN, *LONG, nproc=2).rows)
     folder = tmp_path / "checkpoints"
     saving = ["--save", folder, "--resume", folder, "--save-every", 10]
     job = Job(tmp_path, *flags, *LONG, *saving, torchrun=("--max-restarts", 3))

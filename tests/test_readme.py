@@ -6,6 +6,7 @@ stands for any number of lines. Numbers differ between machines, except in the l
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from emulated import reason_to_skip
-from runner import ROOT
+from runner import ROOT, run
 
 NOT_RUN = {  # commands that begin like this are shown, but not run here
     "pip install": "changes the environment that runs the tests",
@@ -49,6 +50,28 @@ def reason_not_to_run(command):
     return next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
 
 
+# ---- running ----
+def run_forked(command):
+    """Runs `torchrun --nproc-per-node n script flags..`; returns what rank 0 printed.
+
+    Not by torchrun itself, if n is more than two: as many imports of torch would take longer than all else, and other
+    commands of the page start the script so.
+    """
+    nproc, script, *flags = shlex.split(command)[2:]
+    return run(Path(script).absolute(), *flags, nproc=int(nproc), timeout=300).check().outputs[0]
+
+
+def run_in_shell(command):
+    """Returns what it printed on stdout."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the torchrun beside this python
+    env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    bounded = ["timeout", "--kill-after=10", "300", "bash", "-c", command]  # ends its children, too
+    done = subprocess.run(bounded, env=env, capture_output=True, text=True)
+    print(done.stderr)  # pytest shows it if the test fails
+    assert done.returncode == 0, f"$ {command}\n{done.stdout}"
+    return done.stdout
+
+
 # ---- comparing ----
 def masked(text):
     """The text with every number as #, and the blanks that pad it to a column as one."""
@@ -79,39 +102,49 @@ def agrees(shown, printed):
 
 
 # ---- the tests ----
-PAGES = sorted({*ROOT.glob("README.md"), *ROOT.glob("0[1-7]_*/**/*.md")})
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("0[1-7]_*/**/*.md")})
 READMES = sorted({*ROOT.glob("README.md"), *ROOT.glob("0[1-7]_*/README.md")})
-BLOCKS = [
-    pytest.param(block, id=f"{page.relative_to(ROOT)}: {block[0][0]}")
+BLOCKS = {  # what several pages show runs once
+    str(block): pytest.param(block, id=f"{page.relative_to(ROOT)}: {block[0][0]}")
     for page in PAGES
     for block in blocks(page.read_text())
     if not all(reason_not_to_run(command) for command, _ in block)
-]
+}
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_commands_print_what_the_readme_shows(block, tmp_path):
+@pytest.mark.parametrize("block", BLOCKS.values())
+def test_commands_print_what_the_readme_shows(block, tmp_path, monkeypatch):
     """The commands of a block run in order, in a copy of the repository: the second may use what the first wrote."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "venv"))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the torchrun beside this python
-    env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    monkeypatch.chdir(copy)
     for command, shown in block:
         if reason_not_to_run(command):
             continue
-        bounded = ["timeout", "--kill-after=10", "120", "bash", "-c", command]  # ends its children, too
-        done = subprocess.run(bounded, cwd=copy, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
-        printed = done.stdout.splitlines()
+        many = re.match(r"torchrun --nproc-per-node [3-9] [^|&>$]*$", command)
+        printed = (run_forked if many else run_in_shell)(command).splitlines()
         wanted, got = "\n".join(shown), "\n".join(printed)
-        message = f"$ {command}\n--- README\n{wanted}\n--- printed\n{got}\n--- stderr\n{done.stderr}"
-        assert agrees(shown, printed), message
+        assert agrees(shown, printed), f"$ {command}\n--- README\n{wanted}\n--- printed\n{got}"
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: str(readme.relative_to(ROOT)))
 def test_readme_shows_a_command_that_is_run(readme):
     commands = [command for block in blocks(readme.read_text()) for command, _ in block]
     assert not all(map(reason_not_to_run, commands)), f"{readme} has no ```console block with a command to run"
+
+
+def anchors(text):
+    """The anchors of a page's headings: small letters, digits, _ and -; blanks become -."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(there.read_text()), f"{target} has no heading for #{anchor}"
 
 
 SHOWN = """\
