@@ -1,6 +1,5 @@
 """07_diagnostics/fit_batch.py: the search on made-up memory, and tries of scripts whose memory is known."""
 
-import gc
 import json
 import os
 import signal
@@ -34,7 +33,7 @@ for module in MODULES:
 
 MIB = 2**20
 KEEP = 0.2
-NOISE = 4 * MIB  # by which two runs of one script differ; and the pages that each forked worker makes its own
+NOISE = 4 * MIB  # by which two runs of one script differ; and more than a forked worker writes to, seen: 1 MiB
 PER_SEQUENCE = 16  # MiB: half a step of the grid is clear of the noise
 
 
@@ -303,63 +302,73 @@ def test_backward_is_counted_once_for_each_microbatch(monkeypatch):
 
 
 # ---- memory, from outside ----
-@pytest.fixture
-def child():
-    """child(function): runs it in a forked process, which then waits. Returns its pid."""
-    pids = []
-    gc.disable()  # a collection writes to the head of every object: none of those pages would be shared any more
-
-    def child(function):
-        done, say = os.pipe()
-        if (pid := os.fork()) == 0:
-            try:
-                kept = function()
-                os.write(say, b".")
-                signal.pause()
-                del kept
-            finally:
-                os._exit(1)
-        os.close(say)
-        assert os.read(done, 1) == b"."
-        pids.append(pid)
-        return pid
-
-    yield child
-    gc.enable()
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+FAMILY = """
+import os
+from fit_memory import Tree, held_beyond
+MIB = 2**20
+until_the_end, end = os.pipe()
+pids = []
+def fork(function=bytes):
+    done, say = os.pipe()
+    if not (pid := os.fork()):
+        os.closerange(end, end + 1)  # closed already in a child's child
+        kept = function()
+        os.write(say, b".")
+        os.read(until_the_end, 1)
+        os._exit(0)
+    os.close(say)
+    assert os.read(done, 1) == b"."
+    pids.append(pid)
+"""
 
 
-def test_workers_count_once(child):
+def family(body):
+    """What a process with forked children prints. It is a bare one: Python counts references where the objects lie, and
+    each child makes its own the pages that this writes to, 1 MiB here, and more where much is imported.
+    """
+    env = dict(os.environ, PYTHONPATH=str(ROOT / "07_diagnostics"))
+    line = [sys.executable, "-c", FAMILY + body]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, timeout=60, env=env, check=True)
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_workers_count_once():
     """Twice 50 MiB of their own count; 100 MiB that they inherited and only read do not."""
-    inherited = bytearray(100 * MIB)
-    pids = [child(lambda: bytearray(b"x") * (50 * MIB)) for _ in range(2)]
-    beyond = fit_memory.held_beyond(os.getpid(), pids)
-    assert 100 * MIB <= beyond <= 100 * MIB + len(pids) * NOISE
-    inherited[::4096] = b"y" * len(inherited[::4096])  # now the workers hold the old pages, and share them
-    assert 200 * MIB <= fit_memory.held_beyond(os.getpid(), pids) <= 200 * MIB + 2 * NOISE
+    body = """
+inherited = bytearray(b"x") * (100 * MIB)
+for _ in range(2):
+    fork(lambda: bytearray(b"x") * (50 * MIB))
+print(held_beyond(os.getpid(), pids))
+inherited[::4096] = b"y" * len(inherited[::4096])  # now the workers hold the old pages, and share them
+print(held_beyond(os.getpid(), pids))"""
+    own, with_old_pages = family(body)
+    assert 100 * MIB <= own <= 100 * MIB + 2 * NOISE
+    assert 200 * MIB <= with_old_pages <= 200 * MIB + 2 * NOISE
 
 
-def test_batch_that_waits_in_shared_memory_counts(child):
+def test_batch_that_waits_in_shared_memory_counts():
     """A worker's batch that nobody has mapped yet is held open by its descriptor alone."""
+    body = """
+def wait_with_a_batch():
+    descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
+    for _ in range(30):  # in pieces: of 30 MiB at once the allocator might keep what was freed
+        os.write(descriptor, b"x" * MIB)
+    return [descriptor]
+fork(wait_with_a_batch)
+fork()
+print(held_beyond(os.getpid(), pids))"""
+    [beyond] = family(body)
+    assert 30 * MIB <= beyond <= 30 * MIB + 2 * NOISE
 
-    def wait_with_a_batch():
-        descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
-        for _ in range(30):  # in pieces: of 30 MiB at once the allocator might keep what was freed
-            os.write(descriptor, b"x" * MIB)
-        return [descriptor]
 
-    pids = [child(wait_with_a_batch), child(lambda: [])]
-    assert 30 * MIB <= fit_memory.held_beyond(os.getpid(), pids) <= 30 * MIB + len(pids) * NOISE
-
-
-def test_children_are_found_with_their_rank(child):
-    tree = fit_memory.Tree([os.getpid()])
-    pids = {child(lambda: []), child(lambda: [])}
-    tree.refresh()
-    assert pids <= tree.rank_of.keys()
-    assert os.getppid() not in tree.rank_of
+def test_children_and_theirs_are_found_with_their_rank():
+    body = """
+tree = Tree([os.getpid()])
+fork()
+fork(fork)
+tree.refresh()
+print(len(tree.rank_of), list(tree.rank_of.values()).count(os.getpid()), int(os.getppid() in tree.rank_of))"""
+    assert family(body) == [4, 4, 0]
 
 
 def test_double_of_a_moment_does_not_count(monkeypatch):
