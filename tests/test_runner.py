@@ -1,9 +1,15 @@
-"""The runner: a deprecated call in a script fails its run, a stuck rank is killed, each rank is the script itself."""
+"""The runner: a deprecated call in a script fails its run, a stuck rank is killed, each rank is the script itself.
+And the suite's workers.
+"""
 
+import os
+import re
 import signal
+import subprocess
+import sys
 
 import pytest
-from runner import run
+from runner import ROOT, run
 
 
 @pytest.mark.parametrize("kind", ["DeprecationWarning", "FutureWarning"])
@@ -25,3 +31,27 @@ def test_script_runs_as_main_with_its_flags(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint(__name__, sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'])\n")
     assert run(script, "--steps", 3, nproc=2).outputs == [f"__main__ ['--steps', '3'] {rank} 2\n" for rank in range(2)]
+
+
+SUITE = f"""
+import os, sys
+from importlib.util import module_from_spec, spec_from_file_location
+if "PYTEST_XDIST_WORKER" not in os.environ:  # only the process that deals out the tests needs it
+    sys.path.append({str(ROOT / "tests")!r})
+    spec = spec_from_file_location("suite", {str(ROOT / "tests" / "conftest.py")!r})
+    spec.loader.exec_module(suite := module_from_spec(spec))
+    pytest_xdist_make_scheduler = suite.pytest_xdist_make_scheduler
+"""
+
+
+def test_worker_keeps_a_file(tmp_path):
+    """A session's fixtures are made in each worker: a file whose tests are spread runs its trainings twice."""
+    (tmp_path / "conftest.py").write_text(SUITE)
+    for file in ("test_a.py", "test_b.py"):
+        (tmp_path / file).write_text("import pytest\n@pytest.mark.parametrize('n', range(8))\ndef test(n): pass\n")
+    line = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "no:cacheprovider", str(tmp_path)]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    ran = re.findall(r"\[(gw\d)\].* PASSED (test_.\.py)", done.stdout)
+    assert len(ran) == 16, done.stdout + done.stderr
+    assert len(set(ran)) == 2, done.stdout
