@@ -10,6 +10,7 @@ Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters 
 
 import time
 from collections import defaultdict, deque
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,9 @@ class Pipe(NamedTuple):
         stage = step.stage + (way if step.kind == "F" else -way)
         return Step(step.kind, stage, step.microbatch) if step.kind != "W" and 0 <= stage < self.num_stages else None
 
+    def edge(self, source: Step, target: Step) -> tuple[int, int, str]:
+        return source.stage % len(self.ranks), target.stage % len(self.ranks), source.kind
+
 
 def connect(schedule, pipelines, num_stages, timeout):
     """Returns this rank's Pipe; all ranks of the world call it. pipelines: each replica's ranks; timeout: timedelta."""
@@ -39,10 +43,9 @@ def connect(schedule, pipelines, num_stages, timeout):
     for ranks in pipelines:
         pipe = Pipe(ranks.index(dist.get_rank()) if dist.get_rank() in ranks else -1, ranks, num_stages, {})
         for step in sorted({Step(step.kind, step.stage, 0) for steps in schedule for step in steps}):
-            if (after := pipe.neighbour(step, 1)) and (step.stage - after.stage) % len(ranks):
-                edge = step.stage % len(ranks), after.stage % len(ranks), step.kind
-                if edge not in pipe.edges:
-                    pipe.edges[edge] = dist.new_group([ranks[edge[0]], ranks[edge[1]]], timeout=timeout)
+            after = pipe.neighbour(step, 1)
+            if after and (edge := pipe.edge(step, after))[0] != edge[1] and edge not in pipe.edges:
+                pipe.edges[edge] = dist.new_group([ranks[edge[0]], ranks[edge[1]]], timeout=timeout)
         mine = pipe if pipe.rank >= 0 else mine
     return mine
 
@@ -61,56 +64,52 @@ class Executor:
         self.last = {step.stage: step for step in steps}
         self.peak, self.apart = peak_activations(steps), any(step.kind == "W" for step in steps)
 
-    def edge(self, source, target):
-        size = len(self.pipe.ranks)
-        return source.stage % size, target.stage % size, source.kind
-
     def post(self, edge):  # the next receive of an edge
         if self.expected[edge]:
             step = self.expected[edge].popleft()
             buffer = torch.empty(self.shapes[step.microbatch], device=self.device, dtype=self.dtype)
             # recv over pp: activations (B, T, D) of the stage before, or the gradient of the stage behind
-            try:
-                self.arriving[step] = buffer, dist.irecv(buffer, self.pipe.ranks[edge[0]], group=self.pipe.edges[edge])
-            except RuntimeError as error:  # its sender is gone already
-                raise self.lost(step, edge, error) from error
+            with self.naming("waited for", step, "from", rank := self.pipe.ranks[edge[0]]):
+                self.arriving[step] = buffer, dist.irecv(buffer, rank, group=self.pipe.edges[edge])
 
     def receive(self, step):
         if not (source := self.pipe.neighbour(step, -1)):
             return None
-        if (edge := self.edge(source, step))[0] == edge[1]:
+        if (edge := self.pipe.edge(source, step))[0] == edge[1]:
             return self.here.pop(step)
         buffer, work = self.arriving.pop(step)
-        try:
+        with self.naming("waited for", step, "from", self.pipe.ranks[edge[0]]):
             work.wait()
-        except RuntimeError as error:
-            raise self.lost(step, edge, error) from error
         self.post(edge)
         return buffer
 
-    def lost(self, step, edge, error):
-        what = f"{'input' if step.kind == 'F' else 'gradient'} of microbatch {step.microbatch}, stage {step.stage}"
-        sender, receiver = (self.pipe.ranks[rank] for rank in edge[:2])
-        return RuntimeError(f"in step {self.number} rank {receiver} waited for the {what}, from rank {sender}: {error}")
-
     def send(self, step, tensor):
         target = self.pipe.neighbour(step, 1)
-        if target and (edge := self.edge(step, target))[0] == edge[1]:
+        if target and (edge := self.pipe.edge(step, target))[0] == edge[1]:
             self.here[target] = tensor
         elif target:
             # send over pp: activations (B, T, D) to the stage behind, or the gradient to the stage before
-            work = dist.isend(tensor, self.pipe.ranks[edge[1]], group=self.pipe.edges[edge])
-            self.leaving = [pair for pair in self.leaving if not pair[0].is_completed()] + [(work, tensor)]
+            with self.naming("sent", target, "to", rank := self.pipe.ranks[edge[1]]):
+                work = dist.isend(tensor, rank, group=self.pipe.edges[edge])
+            self.leaving = [one for one in self.leaving if not one[0].is_completed()] + [(work, tensor, target, rank)]
+
+    @contextmanager
+    def naming(self, verb, step, way, rank):  # the backend's own error does not say what failed, nor between whom
+        try:
+            yield
+        except RuntimeError as error:
+            what = f"{'input' if step.kind == 'F' else 'gradient'} of microbatch {step.microbatch}, stage {step.stage}"
+            told = f"in step {self.number} rank {dist.get_rank()} {verb} the {what}, {way} rank {rank}: {error}"
+            raise RuntimeError(told) from error
 
     def run(self, number, shapes, record=None):
-        """Runs all steps. record: a list that gets each (step, start, end), in seconds.
-
-        number: the optimizer step, for errors. shapes: of what stages send each other, per microbatch.
+        """Runs all steps for optimizer step `number`. shapes: of what the stages send each other, per microbatch.
+        record: a list that gets each (step, start, end), in seconds.
         """
         self.number, self.shapes, self.here, self.arriving, self.leaving = number, shapes, {}, {}, []
         held, later, self.expected = {}, {}, defaultdict(deque)
         for step in self.steps:
-            if (source := self.pipe.neighbour(step, -1)) and (edge := self.edge(source, step))[0] != edge[1]:
+            if (source := self.pipe.neighbour(step, -1)) and (edge := self.pipe.edge(source, step))[0] != edge[1]:
                 self.expected[edge].append(step)
         for edge in list(self.expected):
             self.post(edge)
@@ -141,8 +140,9 @@ class Executor:
             self.send(step, out)  # not of "W", which no other stage waits for
             if step == self.last[step.stage]:
                 self.finished(step.stage)
-        for work, _ in self.leaving:
-            work.wait()
+        for work, _, step, rank in self.leaving:
+            with self.naming("sent", step, "to", rank):
+                work.wait()
 
     def now(self):
         if self.device.type == "cuda":

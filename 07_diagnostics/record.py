@@ -3,7 +3,8 @@
     FOLDER/beat     about once a second: what has progressed, the main thread's stack, the groups, sends and receives
     FOLDER/record   once nothing has progressed for a while, or the script raised: the calls of torch's flight recorder
     FOLDER/call     the last call that Python made of a process group: it outlives a process that aborts
-    FOLDER/stack    faulthandler's stacks, on a fatal signal or on SIGNAL: for code that never lets Python's lock go
+    FOLDER/stack    faulthandler's: all on a fatal signal, and on SIGNAL the main thread's: for code that never lets
+                    Python's lock go
 
 The flight recorder is on by default (TORCH_FR_BUFFER_SIZE) and sees the calls of C++ (DDP's reducer), too. It has no
 sends and receives of gloo: they are counted here.
@@ -220,7 +221,7 @@ def become(folder: Path, every: float, patience: float, words: list[str]) -> Non
     """Runs `script flags...` or `-m module flags...` as __main__, and records it."""
     stacks = open(folder / "stack", "w")
     faulthandler.enable(stacks)
-    faulthandler.register(SIGNAL, stacks)
+    faulthandler.register(SIGNAL, stacks, all_threads=False)  # to walk the stack of one that runs is to crash
     recorder = Recorder(folder, every, patience)
     threading.Thread(target=recorder.watch, daemon=True).start()
     try:

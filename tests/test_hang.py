@@ -184,6 +184,26 @@ def test_watchers_of_a_launcher_report_to_rank_0():
     assert "__getitem__" in answer["stacks"]["1"][0]
 
 
+# The main thread waits, another runs code that comes and goes, as an import does, and the stack is asked for.
+ASKED = f"""import os, threading, time
+def work():
+    while True:
+        exec("def deep(n): return n and deep(n - 1)\\ndeep(30)", dict())
+if not (pid := os.fork()):
+    for _ in range(2000):
+        os.kill(os.getppid(), {record.SIGNAL})
+        time.sleep(0.0002)
+    os._exit(0)
+threading.Thread(target=work, daemon=True).start()
+os.waitpid(pid, 0)
+"""
+
+
+def test_rank_that_is_asked_for_its_stack_lives_on(plain):
+    done = command("run", "--json", "--", plain(ASKED))
+    assert (done.returncode, json.loads(done.stdout)["cause"]) == (0, "none"), done.stdout
+
+
 @needs_namespaces
 def test_machine_that_is_cut_off_is_named_and_ends_itself(plain):
     text = """import torch, torch.distributed as dist

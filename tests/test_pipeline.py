@@ -314,6 +314,25 @@ def test_stage_that_died_before_its_neighbour_asks_for_more_is_named(plant, base
     assert re.search(f"RuntimeError: {line}", result.outputs[1]), result.outputs[1]
 
 
+def test_stage_that_died_before_its_neighbour_sends_more_is_named(plant, base):
+    """The neighbour computes while the stage dies, and sends the next microbatch to nobody."""
+    dies = HANG.format(kind="F", stage=1, microbatch=0, how="pass")
+    sends = "work = dist.isend(tensor, rank, group=self.pipe.edges[edge])"
+    late = f"""import fcntl, __main__
+                late = self.number == 2 and target.microbatch == 1
+                {STALL.format("__main__.")} if late else None
+                {sends}
+                while late:  # gloo learns of it in a thread of its own
+                    {sends}"""
+    script = plant(
+        FROM_SCRATCH, ALIVE, ("executor.py", "            key, received", dies), ("executor.py", sends, late)
+    )
+    result = run(script, *base, "--layers", 4, "--microbatch", 12, "--timeout", 4, nproc=2)
+    assert result.codes == [1, -9]
+    line = "in step 2 rank 0 sent the input of microbatch 1, stage 1, to rank 1: .*Connection (closed|reset)"
+    assert re.search(f"RuntimeError: {line}", result.outputs[0]), result.outputs[0]
+
+
 # ---- proof that these tests see ----
 FAULTS = {
     "gradients not divided": [('reduction="sum") / tokens', 'reduction="sum") / tokens * len(texts)')],
