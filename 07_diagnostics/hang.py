@@ -35,6 +35,7 @@ from verdict import Verdict
 HERE = Path(__file__).parent
 SETTLE_S = 2  # after the first failure: the other ranks need that long to notice, and the cause may be among them
 LATE_S = 6  # for the records of all ranks to arrive
+PORTS = 3  # tried for the reports: above 32768, the one after MASTER_PORT may be any connection's of this machine
 STARTS = 10  # times the timeout, for a rank that computes before its first collective
 STOOD_STILL = 124  # as timeout(1) has it
 
@@ -56,7 +57,7 @@ def parse_args() -> argparse.Namespace:
         command.add_argument("--json", action="store_true", help="print one JSON object; the script writes to stderr")
         if name == "run":
             command.add_argument("--ranks", type=int, default=1, help="processes, where no launcher started this")
-            command.add_argument("--port", type=int, help="of rank 0, for reports (default: MASTER_PORT + 1)")
+            command.add_argument("--port", type=int, help="of rank 0, for reports (default: MASTER_PORT + 1, 2 or 3)")
             command.add_argument("script", nargs=argparse.REMAINDER, help="-- train.py --your --flags, or -- -m module")
         else:
             command.add_argument("--list", action="store_true", help="the labs")
@@ -77,11 +78,17 @@ def check_script(script: list[str]) -> list[str]:
 class Hub:
     """Rank 0's: keeps what the other watchers report, a line of JSON each, and tells them when it is over."""
 
-    def __init__(self, port: int, expected: set[int]):
-        try:
-            self.server = socket.create_server(("", port), backlog=4096)
-        except OSError as error:
-            raise UsageError(f"port {port} on this machine: {error.strerror}; choose another with --port") from None
+    def __init__(self, ports: list[int], greeting: str, expected: set[int]):
+        reasons = []
+        for port in ports:
+            try:
+                self.server = socket.create_server(("", port), backlog=4096)
+                break
+            except OSError as error:
+                reasons.append(f"port {port} on this machine: {os.strerror(error.errno or 0)}")
+        else:
+            raise UsageError(f"{'; '.join(reasons)}; choose another with --port")
+        self.greeting = greeting
         self.ranks = {rank: Rank(rank) for rank in expected}
         self.moved: dict[int, float] = dict.fromkeys(expected, time.monotonic())
         self.heard: dict[int, float] = {}  # rank -> when it last reported
@@ -91,6 +98,8 @@ class Hub:
     def accept(self) -> None:
         while True:
             connection, _ = self.server.accept()
+            with suppress(OSError):
+                connection.sendall(self.greeting.encode())
             self.connections.append(connection)
             threading.Thread(target=self.listen, args=(connection,), daemon=True).start()
 
@@ -121,17 +130,13 @@ class Hub:
 class Spoke:
     """Another rank's: reports to rank 0, and learns from it when it is over."""
 
-    def __init__(self, host: str, port: int, patience: float, timeout: float):
+    def __init__(self, host: str, ports: list[int], greeting: str, patience: float, timeout: float):
         deadline = time.monotonic() + patience
-        while True:
-            try:
-                self.connection = socket.create_connection((host, port), timeout=5)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    text = f"no watcher of rank 0 at {host}:{port} in {patience:g} s ({error}): is that port open?"
-                    raise UsageError(text) from None
-                time.sleep(POLL_S)
+        while not self.greeted(host, ports, greeting):
+            if time.monotonic() > deadline:
+                where = f"{host}, port {' or '.join(map(str, ports))}, in {patience:g} s ({self.reason})"
+                raise UsageError(f"no watcher of rank 0 at {where}: is that port open?")
+            time.sleep(POLL_S)
         self.sent: list[Call] | None = None
         self.connection.settimeout(None)
         # What it sends must arrive some time: else this machine is cut off, and nobody will tell it to end.
@@ -139,10 +144,23 @@ class Spoke:
         self.code: int | None = None
         threading.Thread(target=self.listen, daemon=True).start()
 
+    def greeted(self, host: str, ports: list[int], greeting: str) -> bool:
+        """Is one of the ports that of rank 0's watcher? Another job's may be there, or who knows what."""
+        for port in ports:
+            try:
+                self.connection = socket.create_connection((host, port), timeout=2)
+                self.lines = self.connection.makefile("r")
+                if self.lines.readline() == greeting:
+                    return True
+                self.reason = f"something else answers at {port}"
+            except (OSError, ValueError) as error:
+                self.reason = str(error)
+        return False
+
     def listen(self) -> None:
         line = ""
         with suppress(OSError):
-            line = self.connection.makefile("r").readline()
+            line = self.lines.readline()
         if not line:
             print("hang.py: no more word from rank 0's watcher: it ended, or this machine is cut off", file=sys.stderr)
         self.code = int(line or 1)
@@ -207,11 +225,13 @@ def run(script: list[str], num_ranks: int, timeout: float, grace: float, port: i
     launched = os.environ.get("RANK") is not None
     rank, world_size = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", num_ranks)))
     host, hub, spoke = os.environ.get("MASTER_ADDR", "127.0.0.1"), None, None
-    port = port or int(os.environ.get("MASTER_PORT", 29500)) + 1
+    master_port = int(os.environ.get("MASTER_PORT", 29500))
+    ports = [port] if port else [master_port + n for n in range(1, PORTS + 1)]
+    greeting = f"hang.py of the job at port {master_port}\n"
     if launched and rank == 0 and world_size > 1:
-        hub = Hub(port, set(range(1, world_size)))
+        hub = Hub(ports, greeting, set(range(1, world_size)))
     elif launched and rank:
-        spoke = Spoke(host, port, 60, timeout)
+        spoke = Spoke(host, ports, greeting, 60, timeout)
     reserved = socket.socket()  # bound, not listening: rank 0 of the script may listen there, nobody else is given it
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -178,10 +179,26 @@ def test_watchers_of_a_launcher_report_to_rank_0():
     line += ["run", "--timeout", "3", "--json", "--", str(LABS_PY), "data"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
+    assert done.stdout, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["cause"], answer["ranks"]) == ("slow_data", [1])
     assert "labs.py" in answer["where"]["1"]
     assert "__getitem__" in answer["stacks"]["1"][0]
+
+
+def test_watchers_meet_at_the_next_port_where_one_is_taken(plain):
+    path = plain("import os\nraise SystemExit(3 * int(os.environ['RANK']))\n")
+    line = [sys.executable, str(SCRIPT), "run", "--json", "--", str(path)]
+    with socket.create_server(("", 0)) as taken:  # it accepts, and does not greet
+        port = taken.getsockname()[1]
+        env = os.environ | dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port - 1))
+        jobs = [subprocess.Popen(line, env=env | dict(RANK=rank), stdout=subprocess.PIPE) for rank in "01"]
+        answer, _ = (job.communicate(timeout=60)[0] for job in jobs)
+        refused = command("run", "--port", port, "--", path, env=env | dict(RANK="0"))
+    assert [job.returncode for job in jobs] == [3, 3]
+    assert json.loads(answer)["ranks"] == [1]
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: port {port} on this machine: Address already in use; choose another with --port\n"
 
 
 # The main thread waits, another runs code that comes and goes, as an import does, and the stack is asked for.
