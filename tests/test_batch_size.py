@@ -14,7 +14,7 @@ SCRIPT, TRAIN = ROOT / "02_ddp" / "batch_size.py", ROOT / "02_ddp" / "train.py"
 MODEL = ("--seq-len", 64, "--dim", 64, "--layers", 2)
 BATCH, SHARE = 72, 36  # 2 ranks; the share's divisors are 1 2 3 4 6 9 12 18 36
 PRINTED = 0.06  # MiB: the table shows one decimal
-# Seen: 0.15 % and less (the data, the losses, a decimal). DDP's buckets left out would be 5 % and more at these sizes.
+# Seen: 0.15 % and less (the data, the losses, a decimal). DDP's buckets left out would be 4 % and more at these sizes.
 AGREES = 0.005
 ACCUMULATED = 1e-5  # float32 sums of the microbatches in another order
 CUDA_BLOCKS = 0.05  # the CUDA allocator rounds large blocks up, by as much as 1 MiB each
@@ -101,11 +101,14 @@ profile.export_chrome_trace(os.environ["TRACE"])
 """
 
 
+# On some processors, oneDNN multiplies less than 1,000 rows of bfloat16 in other ways, each with scratch of its own.
 @pytest.mark.parametrize(
-    "flags", [(), ("--dtype", "bfloat16", "--checkpoint-activations")], ids=["float32", "bfloat16"]
+    "flags",
+    [("--seq-len", 64), ("--seq-len", 512, "--dtype", "bfloat16", "--checkpoint-activations")],
+    ids=["float32", "bfloat16"],
 )
 def test_predicted_peak_of_an_unseen_microbatch_is_that_of_the_real_training_script(flags, tmp_path, text):
-    microbatch, sizes = 12, ("--seq-len", 64, "--dim", 128, "--layers", 2, *flags)
+    microbatch, sizes = 6, ("--dim", 128, "--layers", 2, *flags)
     predicted = propose(*sizes, nproc=1, batch=microbatch)["peaks"][microbatch]
     trace = tmp_path / "trace.json"
     steps = ("--steps", 2, "--batch", 3 * microbatch, "--microbatch", microbatch, "--data", text, "--find-unused")
