@@ -2,6 +2,7 @@
 And the suite's workers.
 """
 
+import inspect
 import os
 import re
 import signal
@@ -9,7 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from runner import ROOT, run
+from conftest import pytest_xdist_make_scheduler
+from runner import run
 
 
 @pytest.mark.parametrize("kind", ["DeprecationWarning", "FutureWarning"])
@@ -33,20 +35,10 @@ def test_script_runs_as_main_with_its_flags(tmp_path):
     assert run(script, "--steps", 3, nproc=2).outputs == [f"__main__ ['--steps', '3'] {rank} 2\n" for rank in range(2)]
 
 
-SUITE = f"""
-import os, sys
-from importlib.util import module_from_spec, spec_from_file_location
-if "PYTEST_XDIST_WORKER" not in os.environ:  # only the process that deals out the tests needs it
-    sys.path.append({str(ROOT / "tests")!r})
-    spec = spec_from_file_location("suite", {str(ROOT / "tests" / "conftest.py")!r})
-    spec.loader.exec_module(suite := module_from_spec(spec))
-    pytest_xdist_make_scheduler = suite.pytest_xdist_make_scheduler
-"""
-
-
 def test_worker_keeps_a_file(tmp_path):
     """A session's fixtures are made in each worker: a file whose tests are spread runs its trainings twice."""
-    (tmp_path / "conftest.py").write_text(SUITE)
+    hook = inspect.getsource(pytest_xdist_make_scheduler)
+    (tmp_path / "conftest.py").write_text(f"import pytest\nfrom typing import Any\n{hook}")
     for file in ("test_a.py", "test_b.py"):
         (tmp_path / file).write_text("import pytest\n@pytest.mark.parametrize('n', range(8))\ndef test(n): pass\n")
     line = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "no:cacheprovider", str(tmp_path)]
