@@ -74,7 +74,7 @@ class SlowLayer(nn.Module):
         if self.cause.endswith("_operator"):
             work(self.seconds)
         elif self.cause == "matmuls":
-            end, matrix = time.perf_counter() + self.seconds, torch.ones(200, 200)
+            end, matrix = time.perf_counter() + self.seconds, torch.ones(600, 600)
             while time.perf_counter() < end:
                 torch.mm(matrix, matrix)
         return x

@@ -113,7 +113,7 @@ def test_job_that_waits_for_data_is_data_bound(kind, inject, line, injected):
         ("fsdp", ["slow_operator"], "slow::work"),
         ("tp", ["slow_operator"], "slow::work"),
         ("ddp", ["one_core", "--rows", 3000, "--dim", 256], "2 x 1 threads share 1 cores"),
-        ("fsdp", ["matmuls", "--seconds", 0.1], "aten::mm"),
+        ("fsdp", ["matmuls", "--seconds", 0.2], "aten::mm"),
     ],
 )
 def test_job_that_computes_is_compute_bound(kind, flags, says, injected):
