@@ -221,7 +221,7 @@ def become(folder: Path, every: float, patience: float, words: list[str]) -> Non
     """Runs `script flags...` or `-m module flags...` as __main__, and records it."""
     stacks = open(folder / "stack", "w")
     faulthandler.enable(stacks)
-    faulthandler.register(SIGNAL, stacks, all_threads=False)  # to walk the stack of one that runs is to crash
+    faulthandler.register(SIGNAL, stacks, all_threads=False)  # to walk the stack of a thread that runs may crash
     recorder = Recorder(folder, every, patience)
     threading.Thread(target=recorder.watch, daemon=True).start()
     try:
